@@ -1,0 +1,675 @@
+"""DLC: reinforcement learning when the sampler and the trainer disagree. Every correction, one file.
+
+    python dlc.py          # a tiny model, an FP8 sampler on delayed weights; about a minute
+    python dlc.py --bias   # how wrong each correction is, exactly, by enumeration; a second
+
+It starts from GRPO and takes away: the reference model and its KL penalty, sequence-level ratios,
+schedules, gradient clipping, temperature and top-p (sampler.py says why), adapters, several GPUs.
+What is left is one question: which policy drew the token?
+
+    letter    code         what it is                                                    gradient
+    q         logq         what a token was drawn from: narrow weights and KV, delayed   no
+    π_stale   logp_stale   the trainer's numerics at the weights that drew the token     no
+    π_anchor  logp_anchor  the trainer just before this batch's first update             no
+    π         logp         the trainer now                                               yes
+    H, K      head_*       the sampler's K likeliest tokens at a position                π only
+    Q_H, P_H               the mass of H under q and under π
+    A         advantage    reward minus the mean of its prompt's group                   no
+    w, m, α                weight of the sampled token; centring mass on H, on the tail  no
+
+    log_discrepancy = logp_stale - logq   numerics: about constant over training
+    log_lag         = logp - logp_stale   delayed weights: grows with every update since the sync
+
+All corrections are one loss; a correction says what w, m, α and the clipped ratio r are:
+
+    loss = - Σ_t A_t gate_t ( w_t logπ(y_t) - Σ_{v in H} c_v logπ(v) ) / N,    c_v = m_v - α π(v)
+
+[1] DLC, November 2026; known to us from a public summary only, so README lists our readings.
+[2] Score centering, arXiv 2609.20807.  [3] PPO, arXiv 1707.06347.
+[4] Truncated importance sampling, Yao et al. 2025.  [5] IcePop (masked ratios), 2025.
+"""
+
+import argparse
+import copy
+import dataclasses
+import inspect
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+import time
+import typing
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import torch
+import transformers
+from matplotlib import pyplot as plt
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+
+from sampler import FORMATS, KV_FORMATS, Rollout, TorchSampler, mismatch, tail, token_logps
+
+matplotlib.use("Agg")
+transformers.utils.logging.disable_progress_bar()
+
+
+@dataclass
+class Config:  # a field is an option, and the comment beside it is its help
+    correction: str = "dlc"  # one of the eleven in CORRECTIONS
+    weights: str = "fp8"  # sampler's weights: none bf16 fp8 fp8_e5m2 int8 int4 int3 int2 nvfp4
+    kv: str = "fp8"  # sampler's KV cache: none bf16 fp8 fp8_e5m2
+    keep_bf16: str = ""  # modules left in BF16, comma separated: model.layers.0,model.layers.1.kv
+    noise: float = 0.0  # noise on the sampler's matrices, in their standard deviations
+    sync_every: int | None = None  # sampler takes over the weights after N steps (0: never)
+    sync_ess: float | None = None  # ... when ESS/B < F (0: off; 0.5 if no sync option is given)
+    lag: int | None = None  # ... sampler has the weights of D steps ago; excludes the other two
+    ess_level: str = "sequence"  # what the ESS counts: sequence or token
+    model: str | None = None  # Hugging Face causal LM, folder or name (default: a tiny one)
+    data: str | None = None  # JSONL of {"prompt": text, "answer": text} (default: sums)
+    steps: int | None = None  # batches (default: 500; 20 with --model)
+    prompts: int | None = None  # prompts in a batch (default: 32; 8 with --model)
+    group_size: int = 8  # responses to each prompt
+    minibatches: int = 1  # optimizer updates in a batch
+    micro_batch: int | None = None  # responses in one forward pass (default: a minibatch)
+    lr: float | None = None  # learning rate (default: 0.0002; 1e-05 with --model)
+    optimizer: str = "adam"  # adam or sgd
+    dtype: str = "float32"  # trainer's forward: float32 or bfloat16; master weights are float32
+    scale_advantage: bool = False  # divide the advantage by its group's standard deviation
+    clip: float = 0.2  # ε of the PPO clip
+    cap: float = 2.0  # C of truncated importance sampling
+    head_k: int = 64  # K, tokens recorded at each position (at most the vocabulary)
+    max_new_tokens: int | None = None  # longest response (default: 4; 12 with --model)
+    seed: int = 0  # of prompts, sampling and noise
+    device: str | None = None  # cpu, cuda, cuda:1 (default: cuda where there is one)
+    out: str | None = None  # the run's folder (default: runs/dlc-CORRECTION-1, -2, ...)
+    resume: str | None = None  # a run's folder: go on from its last saved step, to --steps
+    save_every: int = 50  # steps between saved states
+    bias: bool = False  # print the exact bias of every correction and stop
+
+
+# --------------------------------------------------------------------------------------------------
+# The corrections. The arguments are the policies that a correction looks at; it returns w, m, α and
+# the ratio r that PPO clips (None: no gate). logp* and logq are (B, T), head_* are (B, T, K).
+
+
+def ratio(log_p, log_q):
+    return (log_p - log_q).clamp(-20, 20).exp()  # clamped before the exponential
+
+def reinforce(logp, **_):
+    return torch.ones_like(logp), None, None
+
+def importance(logp, logq, **_):
+    return ratio(logp, logq), None, None
+
+def tis(logp, logq, cap, **_):  # [4]
+    return ratio(logp, logq).clamp_max(cap), None, None
+
+def mis(logp, logq, mis, **_):  # [5]
+    r = ratio(logp, logq)
+    return r.where((mis[0] <= r) & (r <= mis[1]), 0), None, None
+
+def sc(logp, head_logp, head_logq, **_):  # [2]: centre on E_q ∇logπ, with q ≈ ρπ outside H
+    rho = tail(head_logq) / tail(head_logp)  # (1 - Q_H) / (1 - P_H)
+    return torch.ones_like(logp), (head_logq.exp(), rho), None
+
+def tis_sc(logp, logq, head_logp, head_logq, cap, **_):  # [2]
+    m = head_logp.exp().minimum(cap * head_logq.exp())
+    alpha = (cap * tail(head_logq) / tail(head_logp)).clamp_max(1)
+    return ratio(logp, logq).clamp_max(cap), (m, alpha), None
+
+def ppo_anchor(logp, logp_anchor, **_):  # [3]
+    return (r := ratio(logp, logp_anchor)), None, r
+
+def ppo_stale(logp, logp_stale, **_):
+    return (r := ratio(logp, logp_stale)), None, r
+
+def ppo_sampler(logp, logq, **_):
+    return (r := ratio(logp, logq)), None, r
+
+def dlc(logp, logp_stale, head_logp, head_logq, head_logp_stale, **_):  # [1]
+    lag, m = ratio(logp, logp_stale), head_logq.exp() * ratio(head_logp, head_logp_stale)
+    return lag, (m, tail(head_logq) / tail(head_logp_stale)), lag
+
+def dlc_tis(logp, logq, logp_stale, head_logp, head_logq, head_logp_stale, cap, **_):  # ours
+    lag, head_lag = ratio(logp, logp_stale), ratio(head_logp, head_logp_stale)
+    m = head_lag * head_logp_stale.exp().minimum(cap * head_logq.exp())
+    alpha = (cap * tail(head_logq) / tail(head_logp_stale)).clamp_max(1)
+    return lag * ratio(logp_stale, logq).clamp_max(cap), (m, alpha), lag
+
+CORRECTIONS = {"reinforce": reinforce, "is": importance, "tis": tis, "mis": mis, "sc": sc, "tis_sc": tis_sc,
+               "ppo_anchor": ppo_anchor, "ppo_stale": ppo_stale, "ppo_sampler": ppo_sampler,
+               "dlc": dlc, "dlc_tis": dlc_tis}  # fmt: skip
+
+
+def policy_loss(correction, logp, logq, advantage, mask, *, logp_stale=None, logp_anchor=None,
+                head_logp=None, head_logq=None, head_logp_stale=None, num_tokens=None, cap=2.0,
+                clip=0.2, mis=(0.5, 5.0)):  # fmt: skip
+    """(loss, stats): the loss at the top of this file. Its value means nothing; its gradient does.
+
+    logp*, logq, mask (B, T); head_* (B, T, K); advantage (B,) or (B, T). w, m, α and the gate are
+    constants to autograd. gate: 0 where A > 0 and r > 1+clip, or A < 0 and r < 1-clip, else 1, on
+    the whole bracket: a centre that went on pushing after the clip would undo the trust region.
+    num_tokens: N, the tokens of the whole optimizer update (default: those of `mask`), so that the
+    split into micro-batches changes nothing. ValueError: an unknown correction, a missing tensor."""
+    if correction not in CORRECTIONS:
+        raise ValueError(f"correction {correction!r}: choose one of {', '.join(CORRECTIONS)}")
+    given = dict(logp=logp, logq=logq, logp_stale=logp_stale, logp_anchor=logp_anchor,
+                 head_logp=head_logp, head_logq=head_logq, head_logp_stale=head_logp_stale)  # fmt: skip
+    for name in inspect.signature(CORRECTIONS[correction]).parameters:
+        if name in given and given[name] is None:
+            raise ValueError(f"correction {correction!r} needs {name}, which was not given")
+    # Padding may hold anything: out before any arithmetic, so that 0 * inf cannot arise. A token
+    # that a policy rules out (-inf) counts as one of exp(-100).
+    given = {k: x.where(mask if x.dim() == 2 else mask[..., None], 0).clamp_min(-100)
+             for k, x in given.items() if x is not None}  # fmt: skip
+    advantage = advantage[:, None] if advantage.dim() == 1 else advantage
+    with torch.no_grad():
+        w, centre, r = CORRECTIONS[correction](**given, cap=cap, mis=mis)
+        clipped = torch.zeros_like(mask)
+        if r is not None:
+            clipped = (advantage > 0) & (r > 1 + clip) | (advantage < 0) & (r < 1 - clip)
+        signal = (advantage * ~clipped).where(mask, 0)  # A_t gate_t
+    bracket = w * given["logp"]  # (B, T)
+    if centre is not None:
+        m, alpha = centre
+        c = m - alpha[..., None] * given["head_logp"].detach().exp()  # (B, T, K)
+        bracket = bracket - (c * given["head_logp"]).sum(-1)
+    n = int(mask.sum())
+    loss = -(signal * bracket).sum() / max(1, n if num_tokens is None else num_tokens)
+    stats = dict(tokens=n, clipped=int((clipped & mask).sum()), weight_max=float(w.where(mask, 0).max()))
+    return loss, stats
+
+
+def ess(log_ratio, mask, level="sequence"):
+    """Effective sample size of the lag as a share of the batch: (Σw)² / (B Σw²), in (0, 1].
+
+    log_ratio (B, T), nats: log_lag. sequence: w_i = exp(Σ_t log_ratio_it), B responses; token:
+    w = exp(log_ratio), B tokens. Over the whole batch at once: a mean over micro-batches is wrong.
+    Scaled by the largest weight, which cancels, so that nothing overflows."""
+    if level not in ("sequence", "token"):
+        raise ValueError(f"ess level {level!r}: choose sequence or token")
+    log_ratio = log_ratio.detach().double().where(mask, 0)
+    log_w = log_ratio[mask] if level == "token" else log_ratio.sum(1)[mask.any(1)]
+    if len(log_w) == 0:
+        return 1.0
+    w = (log_w - log_w.max()).exp()
+    return float(w.mean() ** 2 / (w**2).mean())
+
+
+# --------------------------------------------------------------------------------------------------
+# The bias, exactly: for a policy that is a table, every expectation is a finite sum.
+
+
+def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, clip=0.2,
+               stale_logits=None, anchor_logits=None):  # fmt: skip
+    """E_q[estimate] - ∇E_π[R], and the five terms that sum to it, over all V^T sequences y.
+
+    With Q(h, a) the reward expected after prefix h and token a, V_q = Σ_a q Q_q, s = ∇logπ(.|h):
+
+        prefix        Σ_y (q(y) - π(y)) Σ_t Σ_a π s_a Q_π
+        continuation  Σ_y q(y) Σ_t Σ_a π s_a (Q_q - Q_π)
+        token         Σ_y q(y) Σ_t Σ_a (q w - π) s_a (Q_q - V_q)
+        drift         Σ_y q(y) Σ_t V_q Σ_a (q w - c) s_a                       c_a = 0 outside H
+        clip          Σ_y q(y) R(y) Σ_t (gate_t - 1) (w_t s_{y_t} - Σ_a c_a s_a)
+
+    p_logits[t] (V,)*(t+1), the next token last; rewards (V,)*T, the advantage of a sequence. Returns
+    a dict of `true`, `estimate` and the terms: flat float64 gradients in p_logits, depth after
+    depth, ascending E[R]. `estimate` is autograd through `policy_loss` itself."""
+    T, V = rewards.dim(), rewards.shape[0]
+    y = torch.cartesian_prod(*[torch.arange(V)] * T).view(-1, T)  # (N, T), N = V^T
+    leaves = [x.detach().double().requires_grad_() for x in p_logits]
+
+    def spread(tables):  # what stands at each position's prefix: (N, T, V)
+        rows = [x.reshape(-1, V).repeat_interleave(V ** (T - t), 0) for t, x in enumerate(tables)]
+        return torch.stack(rows, 1)
+
+    def values(policy):  # Q at every depth, expected under `policy`, then spread
+        out = [rewards.double()]
+        for logits in reversed(policy[1:]):
+            out.insert(0, (logits.double().softmax(-1) * out[0]).sum(-1))
+        return spread(out)
+
+    live = spread([x.log_softmax(-1) for x in leaves])
+    logp, logq, logp_stale, logp_anchor = (
+        spread([x.detach().double().log_softmax(-1) for x in logits or p_logits])
+        for logits in (p_logits, q_logits, stale_logits, anchor_logits))  # fmt: skip
+    pick = lambda x: x.gather(-1, y[..., None])[..., 0]  # at the drawn token: (N, T)
+    H = logq.topk(min(head_k or V, V)).indices  # (N, T, K)
+    R, of_p, of_q = rewards.double().reshape(-1), pick(logp).sum(1).exp(), pick(logq).sum(1).exp()
+
+    loss, _ = policy_loss(
+        correction, pick(live), pick(logq), R * of_q, torch.ones_like(y, dtype=torch.bool),
+        logp_stale=pick(logp_stale), logp_anchor=pick(logp_anchor), head_logp=live.gather(-1, H),
+        head_logq=logq.gather(-1, H), head_logp_stale=logp_stale.gather(-1, H), num_tokens=1,
+        cap=cap, clip=clip)  # fmt: skip
+    gradient = lambda x: torch.cat([g.flatten() for g in torch.autograd.grad(x, leaves, retain_graph=True)])
+    out = dict(estimate=gradient(-loss))
+
+    head = lambda x: x.gather(-1, H)[:, :, None]  # (N, T, 1, K), beside every token a
+    w, centre, r = CORRECTIONS[correction](
+        logp=logp, logq=logq, logp_stale=logp_stale, logp_anchor=logp_anchor, head_logp=head(logp),
+        head_logq=head(logq), head_logp_stale=head(logp_stale), cap=cap, mis=(0.5, 5.0))  # fmt: skip
+    c = torch.zeros_like(logp)
+    if centre is not None:
+        c = c.scatter(-1, H, (centre[0] - centre[1][..., None] * head(logp).exp())[:, :, 0])
+    p, q, Q_p, Q_q = logp.exp(), logq.exp(), values(p_logits), values(q_logits)
+    V_q = (q * Q_q).sum(-1, keepdim=True)
+    A, gated = R[:, None], torch.zeros_like(y, dtype=torch.bool)
+    if r is not None:
+        gated = (A > 0) & (pick(r) > 1 + clip) | (A < 0) & (pick(r) < 1 - clip)
+    drawn = torch.zeros_like(q).scatter(-1, y[..., None], 1.0)  # onehot(y_t)
+    of_p, of_q, clipped = of_p[:, None, None], of_q[:, None, None], (A * gated)[..., None]
+    for name, x in dict(  # Σ_a x_a s_a is the gradient of Σ_a x_a logπ(a)
+        true=of_p * p * Q_p,
+        prefix=(of_q - of_p) * p * Q_p,
+        continuation=of_q * p * (Q_q - Q_p),
+        token=of_q * (q * w - p) * (Q_q - V_q),
+        drift=of_q * V_q * (q * w - c),
+        clip=-of_q * clipped * (w * drawn - c),
+    ).items():
+        out[name] = gradient((x * live).sum())
+    return out
+
+
+def bias_tables():
+    """Print the terms on one random table, as signed projections on the bias: a row sums to 100 %."""
+    g, V, T = torch.Generator().manual_seed(0), 4, 3
+    random = lambda s: [s * torch.randn((V,) * (t + 1), generator=g).double() for t in range(T)]
+    add = lambda a, b: [x + y for x, y in zip(a, b)]
+    p, numerics, lag = random(1.0), random(0.3), random(0.3)
+    rewards = (torch.rand((V,) * T, generator=g) < 0.3).double()
+    gaps = {"discrepancy only": (add(p, numerics), p), "lag only": (add(p, lag), add(p, lag)),
+            "discrepancy and lag": (add(add(p, lag), numerics), add(p, lag))}  # fmt: skip
+    terms = ("prefix", "continuation", "token", "drift", "clip")
+    for (gap, (q, stale)), baseline in itertools.product(gaps.items(), (False, True)):
+        prob = sum(x.log_softmax(-1).view(x.shape + (1,) * (T - x.dim())) for x in q).exp()
+        R = rewards - (prob * rewards).sum() if baseline else rewards
+        print(f"\n{gap}, {'reward minus its mean' if baseline else 'raw reward'}; terms in % of the bias")
+        print(f"{'correction':13}|bias|/|g|" + "".join(f"{k:>14}" for k in terms))
+        for name in CORRECTIONS:
+            out = exact_bias(name, p, q, R, stale_logits=stale)
+            bias = out["estimate"] - out["true"]
+            print(f"{name:13}{float(bias.norm() / out['true'].norm()):10.3f}"
+                  + "".join(f"{100 * float(out[k] @ bias / bias.square().sum()):14.1f}" for k in terms))  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Data, reward and the tiny base.
+
+
+def reward(completion, answer, stopped, partial):
+    """In [0, 1]; a fork replaces this. Where the answer is a number: 1 if the completion's first
+    number equals it; else 1 if the stripped text up to the stop does. `partial`, the tiny task: the
+    share of leading characters that are right, the stop counted as the last."""
+    if partial:
+        want, got = answer + "$", completion + "$" * stopped
+        return len(os.path.commonprefix([want, got])) / len(want)
+    number = r"[-+]?\d[\d,]*(?:\.\d+)?"
+    if not re.fullmatch(number, answer.strip()):
+        return float(completion.strip() == answer.strip())
+    found = re.search(number, completion)
+    value = lambda text: float(text.replace(",", ""))
+    return float(found is not None and value(found[0]) == value(answer))
+
+
+def load_data(cfg, tokenizer):
+    """(training rows, held-out rows); a row holds prompt, answer and the prompt's token ids."""
+    if cfg.data:
+        rows, held = [], None
+        for n, line in enumerate(Path(cfg.data).read_text(encoding="utf-8-sig").splitlines(), 1):
+            try:
+                rows.append({k: json.loads(line)[k] for k in ("prompt", "answer")})
+                assert all(isinstance(x, str) and x.strip() for x in rows[-1].values())
+            except (ValueError, KeyError, TypeError, AssertionError):
+                raise ValueError(f'--data {cfg.data} line {n}: {line[:40]!r} must be {{"prompt": '
+                                 'text, "answer": text}, neither of them empty') from None  # fmt: skip
+    else:  # every sum below a limit, in a fixed order; the tiny model writes the units digit first
+        limit, held = (20, 64) if cfg.model else (100, 500)
+        text, step = ("What is {} + {}? The answer is", 1) if cfg.model else ("{}+{}=", -1)
+        order = torch.randperm(limit**2, generator=torch.Generator().manual_seed(0)).tolist()
+        pairs = [divmod(i, limit) for i in order]
+        rows = [dict(prompt=text.format(a, b), answer=str(a + b)[::step]) for a, b in pairs]
+    for row in rows:
+        row["ids"] = tokenizer(row["prompt"])["input_ids"]
+    held = min(100, len(rows) // 10) if held is None else held
+    if len(rows) - held < cfg.prompts:
+        raise ValueError(f"--prompts {cfg.prompts}: there are only {len(rows) - held} to train on")
+    return rows[held:], rows[:held]
+
+
+def tiny_base(steps=350, width=64, layers=3):
+    """Folder of a tiny Qwen3 that gets some sums right, made once: `steps` supervised batches."""
+    folder = Path(f"runs/base-{layers}x{width}-{steps}")
+    if folder.exists():
+        return folder
+    ids = {c: i for i, c in enumerate([*"0123456789+=", "<pad>", "<eos>"])}
+    raw = Tokenizer(models.WordLevel(ids, "<pad>"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=14, hidden_size=width, intermediate_size=5 * width // 2, num_hidden_layers=layers,
+        num_attention_heads=width // 32, num_key_value_heads=width // 32, head_dim=32, bos_token_id=None,
+        eos_token_id=13, pad_token_id=12, max_position_embeddings=64, tie_word_embeddings=True))  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, fused=True)
+    rows, _ = load_data(Config(prompts=1), tokenizer)
+    g = torch.Generator().manual_seed(0)
+    for _ in tqdm(range(steps), desc=f"training the tiny base, once: {folder}"):
+        batch = [rows[i] for i in torch.randint(len(rows), (128,), generator=g)]
+        p = [[12] * (6 - len(r["ids"])) + r["ids"] for r in batch]
+        a = [tokenizer(r["answer"])["input_ids"] + [13] for r in batch]
+        mask = torch.arange(4) < torch.tensor([[len(x)] for x in a])
+        tokens = torch.tensor([x + y + [12] * (4 - len(y)) for x, y in zip(p, a)])
+        shown = Rollout(tokens, torch.tensor([len(r["ids"]) for r in batch]), mask, *[None] * 6)
+        (-token_logps(model, shown)[mask].mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_model(model, tokenizer, folder)
+    return folder
+
+
+def load_model(path, dtype, device):
+    """(model, tokenizer) of a Hugging Face causal LM, dropout off; ValueError if it cannot be had."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    except Exception as e:  # many kinds, from as many libraries
+        raise ValueError(f"--model {path}: no causal LM can be loaded from there ({str(e).splitlines()[0]})") from None
+    return model.to(device).eval(), tokenizer
+
+
+def grade(rollout, rows, stop_ids, tokenizer, cfg):
+    """(reward, completion, whether it reached a stop) of each response, as three lists."""
+    T = rollout.mask.shape[1]
+    stopped = (torch.isin(rollout.tokens[:, -T:], stop_ids) & rollout.mask).any(1).tolist()
+    texts = [tokenizer.decode(y[: n - s]) for y, n, s in
+             zip(rollout.tokens[:, -T:].tolist(), rollout.mask.sum(1).tolist(), stopped)]  # fmt: skip
+    partial = not (cfg.model or cfg.data)
+    return [reward(t, r["answer"], s, partial) for t, r, s in zip(texts, rows, stopped)], texts, stopped
+
+
+def accuracy(sampler, rows, tokenizer, cfg):
+    """Share of `rows` whose greedy completion earns the full reward."""
+    scores = []
+    for i in range(0, len(rows), 250):
+        drawn = sampler.sample([r["ids"] for r in rows[i : i + 250]], cfg.max_new_tokens, greedy=True)
+        scores += grade(drawn, rows[i : i + 250], sampler.stop_ids, tokenizer, cfg)[0]
+    return sum(s >= 1 for s in scores) / max(1, len(scores))
+
+
+# --------------------------------------------------------------------------------------------------
+# A run's folder. Files are written under another name and renamed: nobody ever reads half of one.
+
+
+def write(path, data):
+    """Text as it is, anything else with torch.save."""
+    new = path.with_name(path.name + ".tmp")
+    new.write_text(data) if isinstance(data, str) else torch.save(data, new)
+    os.replace(new, path)
+
+
+def save_model(model, tokenizer, folder):
+    new = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(new, folder)
+
+
+def run_folder(cfg, kind):
+    """The folder of this run, made, with its config.json. ValueError for an --out that holds files."""
+    if cfg.resume:
+        return Path(cfg.resume)
+    names = (Path(f"runs/{kind}-{i}") for i in itertools.count(1))
+    folder = Path(cfg.out) if cfg.out else next(f for f in names if not f.exists())
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"--out {folder}: is there already; choose a new folder, or --resume {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = dict(torch=torch.__version__, transformers=transformers.__version__)
+    write(folder / "config.json", json.dumps(dataclasses.asdict(cfg) | dict(versions=versions), indent=1))
+    return folder
+
+
+def restore(folder, model, params, master, optimizer, sampler, past):
+    """Back to the last saved step; returns the rows up to it. Nothing else is state, since every
+    random number of a step is a function of (seed, step)."""
+    state = torch.load(folder / "state.pt", weights_only=True, map_location=model.device)
+    past.clear()
+    for weights in state["sampled"]:
+        model.load_state_dict(weights)
+        past.append(copy.deepcopy(model))
+    sampler.sync(past[0], state["version"])
+    optimizer.load_state_dict(state["optimizer"])
+    for p, w, saved in zip(params, master, state["master"]):
+        p.data.copy_(w.data.copy_(saved))
+    for name in ("metrics.jsonl", "samples.jsonl"):  # drop what was logged after the last save
+        lines = (folder / name).read_text().splitlines(True)[: state["step"] + 1]
+        write(folder / name, "".join(lines))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def figure(rows, path, title):
+    """Reward, the two gaps and the ESS against the step; a dotted line at every sync."""
+    fig, axes = plt.subplots(3, sharex=True, figsize=(7, 7), layout="constrained")
+    get = lambda key: [max(r[key], 1e-7) for r in rows]
+    mean = [sum(get("reward")[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(rows))]
+    axes[0].plot(get("reward"), "0.8", label="reward under q")
+    axes[0].plot(mean, "C0", label="its mean over 10 steps")
+    axes[1].semilogy(get("discrepancy"), "C3", label="discrepancy, KL(q || π_stale)")
+    axes[1].semilogy(get("lag"), "C0--", label="lag, KL(π_stale || π)")
+    axes[2].plot(get("ess"), "C0", label="ESS of the lag, responses")
+    axes[2].plot(get("ess_token"), "C0:", label="ESS of the lag, tokens")
+    syncs = [r["step"] + 1 for r in rows if r["synced"]]
+    for ax, unit in zip(axes, ("reward", "nats a token", "share of the batch")):
+        ax.vlines(syncs if len(syncs) < len(rows) / 4 else [], 0, 1, "0.6", ":", lw=0.7,
+                  transform=ax.get_xaxis_transform())  # fmt: skip
+        ax.set_ylabel(unit)
+        ax.legend(fontsize=8, loc="lower left")
+    axes[1].set_ylim(bottom=1e-5)
+    axes[2].set(ylim=(0, 1.05), xlabel=f"step; {len(syncs)} syncs (dotted, if few)")
+    axes[0].set_title(title, fontsize=10)
+    fig.savefig(path.with_suffix(".tmp"), dpi=130, format="png")
+    os.replace(path.with_suffix(".tmp"), path)
+    plt.close(fig)
+
+
+# --------------------------------------------------------------------------------------------------
+# The loop.
+
+
+def check(cfg):
+    """`cfg` with its defaults filled in. ValueError, in one line, for a value that cannot be used."""
+    fill = dict(steps=500, prompts=32, lr=2e-4, max_new_tokens=4)
+    if cfg.model:
+        fill = dict(steps=20, prompts=8, lr=1e-5, max_new_tokens=12)
+    fill["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    fill["sync_ess"] = 0.5 if cfg.sync_every is cfg.lag is None else None
+    cfg = dataclasses.replace(cfg, **{k: v for k, v in fill.items() if getattr(cfg, k) is None})
+    batch = cfg.prompts * cfg.group_size
+    mini = batch // max(1, cfg.minibatches)
+    cfg.micro_batch = mini if cfg.micro_batch is None else cfg.micro_batch
+    known = dict(correction=CORRECTIONS, weights=FORMATS, kv=KV_FORMATS, optimizer=("adam", "sgd"),
+                 ess_level=("sequence", "token"), dtype=("float32", "bfloat16"))  # fmt: skip
+    least = dict(steps=1, prompts=1, group_size=2, minibatches=1, micro_batch=1, head_k=1, cap=1, lr=1e-12,
+                 save_every=1, max_new_tokens=1, sync_every=0, sync_ess=0, lag=0, noise=0, clip=0)  # fmt: skip
+    rules = [(k, getattr(cfg, k) in v, "one of " + ", ".join(v)) for k, v in known.items()] + [
+        (k, getattr(cfg, k) is None or v <= getattr(cfg, k) < float("inf"), f"a number from {v} up")
+        for k, v in least.items()] + [
+        ("sync_ess", (cfg.sync_ess or 0) <= 1, "at most 1, a share of the batch"),
+        ("lag", cfg.lag is None or cfg.sync_every is cfg.sync_ess is None, "alone: no --sync-every or --sync-ess"),
+        ("minibatches", batch % max(1, cfg.minibatches) == 0, f"a divisor of the batch, {batch} responses"),
+        ("micro_batch", mini % max(1, cfg.micro_batch) == 0, f"a divisor of a minibatch, {mini} responses"),
+        ("device", re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device), "cpu, cuda or cuda:N"),
+        ("device", cfg.device == "cpu" or torch.cuda.is_available(), "cpu: torch sees no GPU here"),
+        ("data", cfg.data is None or Path(cfg.data).is_file(), "a file that exists"),
+        ("resume", not cfg.resume or (Path(cfg.resume) / "state.pt").is_file(), "a run with a saved state.pt"),
+    ]  # fmt: skip
+    for name, good, need in rules:
+        if not good:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {need}")
+    return cfg
+
+
+def train(cfg):
+    """Run `cfg`; one flat dict a step. The last one also holds the accuracies, before and after."""
+    cfg = check(cfg)
+    model, tokenizer = load_model(cfg.model or tiny_base(), cfg.dtype, cfg.device)
+    data, held_out = load_data(cfg, tokenizer)
+    params = list(model.parameters())
+    master = params if cfg.dtype == "float32" else [p.detach().float() for p in params]
+    optimizer = dict(adam=torch.optim.Adam, sgd=torch.optim.SGD)[cfg.optimizer](master, lr=cfg.lr, fused=True)
+    keep = [k.strip() for k in cfg.keep_bf16.split(",") if k.strip()]
+    probe = [(r["ids"] * 32)[:32] for r in data[:4]]
+    make = lambda weights, kv, noise: TorchSampler(  # the sampler, or the trainer's model itself, drawing
+        model, weights, kv, keep, noise, cfg.head_k, probe=probe, seed=cfg.seed, rows=cfg.micro_batch)
+    sampler = make(cfg.weights, cfg.kv, cfg.noise)
+    folder = run_folder(cfg, f"dlc-{cfg.correction}")
+    past, rows = deque([copy.deepcopy(model)], maxlen=(cfg.lag or 0) + 1), []  # --lag D: the last D+1 weights
+    evaluate = lambda *how: accuracy(make(*how), held_out, tokenizer, cfg)
+    measure = lambda key: {"accuracy" + key: evaluate("none", "none", 0),
+                           "accuracy_sampler" + key: evaluate(cfg.weights, cfg.kv, cfg.noise)}  # fmt: skip
+    if cfg.resume:
+        rows = restore(folder, model, params, master, optimizer, sampler, past)
+    before = {k: rows[0][k] for k in rows[0] if k.startswith("accuracy")} if rows else measure("_base")
+    print(f"{folder}: {cfg.correction}; torch sampler on {cfg.device}, weights {cfg.weights}, KV {cfg.kv}\n"
+          " step version  reward  discrepancy      lag    ESS  clipped  syncs  tokens/s")  # fmt: skip
+
+    metrics, samples = open(folder / "metrics.jsonl", "a"), open(folder / "samples.jsonl", "a")
+    bar = tqdm(range(len(rows), cfg.steps), initial=len(rows), total=cfg.steps)
+    for step in bar:
+        # 1. Sample a group of responses to each prompt from q.
+        start, seed = time.perf_counter(), cfg.seed * 1_000_003 + step
+        picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[: cfg.prompts]
+        batch = [data[i] for i in picked for _ in range(cfg.group_size)]
+        rollout = sampler.sample([r["ids"] for r in batch], cfg.max_new_tokens, seed)
+        broken = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
+        rollout.mask = rollout.mask & ~broken[:, None]  # a response with a log-prob of inf or NaN is dropped
+        seconds_sample = time.perf_counter() - start
+
+        # 2. Reward, centred over the group of its prompt.
+        rewards, texts, stopped = grade(rollout, batch, sampler.stop_ids, tokenizer, cfg)
+        R = torch.tensor(rewards, device=cfg.device).view(cfg.prompts, cfg.group_size)
+        A = R - R.mean(1, keepdim=True)
+        A = (A / (R.std(1, keepdim=True) + 1e-6) if cfg.scale_advantage else A).flatten()
+
+        # 3. Update: one optimizer step a minibatch, its gradient summed over micro-batches.
+        fresh = None  # π before the first update; with one minibatch that is the update's own forward
+        if cfg.minibatches > 1:
+            with torch.no_grad():
+                fresh = token_logps(model, rollout, head=True, rows=cfg.micro_batch)
+        seen, stats, norms = [], [], []
+        for mini in torch.arange(len(batch)).chunk(cfg.minibatches):
+            for micro in mini.split(cfg.micro_batch):
+                part = rollout[micro]
+                logp, head_logp = token_logps(model, part, head=True)
+                seen.append((logp.detach(), head_logp.detach()))
+                loss, stat = policy_loss(
+                    cfg.correction, logp, part.logq, A[micro], part.mask, logp_stale=part.logp_stale,
+                    logp_anchor=seen[-1][0] if fresh is None else fresh[0][micro], head_logp=head_logp,
+                    head_logq=part.head_logq, head_logp_stale=part.head_logp_stale,
+                    num_tokens=int(rollout.mask[mini].sum()), cap=cfg.cap, clip=cfg.clip)  # fmt: skip
+                loss.backward()
+                stats.append(stat)
+                for p, w in zip(params, master):
+                    if w is not p:  # bfloat16 forward: gradients add up in float32
+                        w.grad, p.grad = p.grad.float() + (0 if w.grad is None else w.grad), None
+            norms.append(float(torch.nn.utils.get_total_norm([w.grad for w in master])))
+            if norms[-1] < float("inf"):  # else the update is skipped, and counted
+                optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for p, w in zip(params, master):
+                    p.copy_(w) if w is not p else None
+
+        # 4. Measure the two gaps, and the ESS of the lag, on the batch as it was before its first update.
+        logp, head_logp = map(torch.cat, zip(*seen)) if fresh is None else fresh
+        mask, n = rollout.mask, max(1, int(rollout.mask.sum()))
+        numerics = mismatch(rollout.logp_stale, rollout.logq, mask, rollout.head_logp_stale, rollout.head_logq)
+        lag = mismatch(logp, rollout.logp_stale, mask, head_logp, rollout.head_logp_stale)
+        log_lag, rest = logp - rollout.logp_stale, tail(head_logp)
+        entropy = -((head_logp.exp() * head_logp).sum(-1) + rest * rest.log())[mask].sum()
+        row = dict(
+            step=step, version=sampler.version, reward=float(R.mean()), discrepancy=numerics.pop("kl"),
+            lag=lag.pop("kl"), ess=ess(log_lag, mask), ess_token=ess(log_lag, mask, "token"),
+            clip_share=sum(s["clipped"] for s in stats) / n, head_mass=numerics.pop("head_mass"),
+            cap_share=float((ratio(logp, rollout.logq) > cfg.cap)[mask].sum()) / n,
+            weight_max=max(s["weight_max"] for s in stats), grad_norm=max(norms),
+            skipped=sum(not x < float("inf") for x in norms), dropped=int(broken.sum()),
+            entropy=float(entropy) / n, tokens=n, length=n / len(batch),
+            truncated=1 - sum(stopped) / len(batch), kv_scales=sampler.kv_scales)  # fmt: skip
+        row |= {f"discrepancy_{k}": numerics[k] for k in ("k1", "k3", "mean_abs", "max_abs")}
+        row |= {f"lag_{k}": lag[k] for k in ("k1", "k3", "mean_abs", "max_abs")} | (before if step == 0 else {})
+
+        # 5. Sync: give the sampler the weights of now, or with --lag D those of D steps ago.
+        share, version = row["ess" if cfg.ess_level == "sequence" else "ess_token"], step + 1
+        due = cfg.sync_every and version - sampler.version >= cfg.sync_every
+        reason = f"every {cfg.sync_every}" if due else f"ess {share:.3f}" if share < (cfg.sync_ess or 0) else None
+        if cfg.lag is not None:
+            past.append(copy.deepcopy(model))
+            version = max(0, step + 1 - cfg.lag)
+            reason = f"lag {cfg.lag}" if version != sampler.version else None
+        if reason:
+            sampler.sync(model if cfg.lag is None else past[0], version)
+        seconds_train = time.perf_counter() - start - seconds_sample
+        row |= dict(synced=reason is not None, sync_reason=reason, seconds_sample=seconds_sample,
+                    seconds_train=seconds_train, tokens_per_second=n / (seconds_sample + seconds_train))  # fmt: skip
+
+        # 6. Log at once, show, save.
+        rows.append(row)
+        print(json.dumps(row), file=metrics, flush=True)
+        shown = dict(step=step, prompt=batch[0]["prompt"], answer=batch[0]["answer"], completion=texts[0], reward=rewards[0])
+        print(json.dumps(shown), file=samples, flush=True)
+        bar.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f} {clip_share:8.1%}".format(**row)
+                  + f" {sum(r['synced'] for r in rows):6d} {row['tokens_per_second']:9.0f}")  # fmt: skip
+        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            write(folder / "state.pt", dict(
+                step=step, version=sampler.version, master=[w.detach() for w in master], optimizer=optimizer.state_dict(),
+                sampled=[m.state_dict() for m in (past if cfg.lag is not None else [sampler.stale])]))  # fmt: skip
+    rows[-1] |= before | measure("")
+    save_model(model, tokenizer, folder / "model")
+    figure(rows, folder / "curves.png", f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
+    return rows
+
+
+def parse(config, argv, description):
+    """The command line of a dataclass: a field is an option, the comment beside it is its help."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)  # fmt: skip
+    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(config), re.M))
+    for f in dataclasses.fields(config):
+        kind = next(t for t in (bool, int, float, str) if t in (f.type, *typing.get_args(f.type)))
+        how = dict(action="store_true") if kind is bool else dict(type=kind, metavar=kind.__name__.upper())
+        text = comments[f.name] + (f" (default: {f.default})" if f.default not in (None, False, "") else "")
+        parser.add_argument("--" + f.name.replace("_", "-"), help=text, **how)
+    given = vars(parser.parse_args(argv))
+    if "resume" in given:
+        if other := set(given) - {"resume", "steps"}:
+            raise ValueError(f"--resume: all but --steps comes from that run; leave out --{other.pop()}")
+        saved = Path(given["resume"]) / "config.json"
+        if not saved.is_file():
+            raise ValueError(f"--resume {given['resume']}: must be a run's folder; it has no config.json")
+        given = {k: v for k, v in json.loads(saved.read_text()).items() if k != "versions"} | given
+    return config(**given)
+
+
+def main(argv=None):
+    try:
+        cfg = parse(Config, argv, __doc__.splitlines()[0])
+        if cfg.bias:
+            return bias_tables()
+        last = train(cfg)[-1]
+    except (ValueError, OSError) as e:
+        return print(f"dlc.py: error: {e}", file=sys.stderr) or 2
+    print(f"\n{'greedy accuracy, held out':28}  before   after")
+    for who, key in (("trainer's model, π", "accuracy"), ("its narrow copy, which samples", "accuracy_sampler")):
+        print(f"{who:30}{last[key + '_base']:7.3f} {last[key]:7.3f}")
+    print("RESULT " + json.dumps({k: v for k, v in last.items() if k.startswith("accuracy")} | dict(steps=last["step"] + 1)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

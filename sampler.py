@@ -1,0 +1,444 @@
+"""The sampler q: a language model in a narrow format, on delayed weights, that records what it drew.
+
+    rollout = TorchSampler(model, weights="fp8", kv="fp8").sample(prompt_ids, max_new_tokens=64)
+
+Rollouts come from a copy of the trainer's model that is cheaper (FP8 weights, FP8 KV cache) and late
+(its weights are those of the last sync). So q, which draws a token, is not the policy π that is
+trained, and two gaps lie between them:
+
+    discrepancy  log π_stale - log q    same weights, other numerics; about constant over training
+    lag          log π - log π_stale    same numerics, other weights; grows with every update
+
+`TorchSampler` draws from q and also owns the unquantised copy that q was made from. One forward of
+that copy over the finished rollouts gives log π_stale: every rollout arrives with its discrepancy.
+
+Left out: temperature, top-p, top-k, penalties. With any of them q is not the full softmax that the
+trainer scores, and π/q is wrong on every token. Temperature is 1.
+
+    tokens      (B, P+T)     prompts left-padded to P; response token t sits in column P+t
+    mask        (B, T) bool  where a token was drawn; made from lengths, never from a token id
+    logq        (B, T)       log q of the drawn token, in nats
+    logp_stale  (B, T)       log π_stale of the drawn token: the trainer's numerics, q's weights
+    head_ids    (B, T, K)    H, the K likeliest tokens under q; the drawn token may lie outside
+    head_logq   (B, T, K)    log q on H, over the full vocabulary, not renormalised
+    version     (B, T)       the trainer step whose weights drew the token
+
+[1] FP8 formats for deep learning, arXiv 2209.05433.  [2] Score centering, arXiv 2609.20807 (the head).
+[3] How much mismatch can OPD tolerate, arXiv 2611.11450 (one scale for every source).
+"""
+
+import copy
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.pytorch_utils import Conv1D
+
+# --------------------------------------------------------------------------------------------------
+# Formats. A row shares a scale: of a weight it is an output channel, of activations a token. "none"
+# is the trainer's own dtype, for exact tests; in every other format the copy computes in bfloat16.
+
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # up to 448, up to 57344
+INT_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # weights only; one byte a value in memory
+FORMATS = ("none", "bf16", *FP8, *INT_BITS, "nvfp4")
+KV_FORMATS = ("none", "bf16", *FP8)
+TINY = torch.finfo(torch.float32).tiny  # the least scale: a row of zeros gives zeros, not 0/0
+
+
+def pack(x, fmt):
+    """One-byte codes and their scales, x ≈ codes * scale, a scale for each row (the last axis).
+
+    fp8    scale = absmax / 448, code = the nearest FP8 value: as vLLM's dynamic FP8  [1]
+    int b  scale = absmax / (2^(b-1) - 1), code = the nearest integer; int2: scale = mean |x|
+    nvfp4  blocks of 16: E2M1 codes (stored doubled), an FP8 scale a block, a float32 scale a tensor"""
+    x = x.detach().float()
+    absmax = x.abs().amax(-1, keepdim=True)
+    if fmt in FP8:
+        top = torch.finfo(FP8[fmt]).max
+        scale = (absmax / top).clamp_min(TINY)
+        return (x / scale).clamp(-top, top).to(FP8[fmt]), (scale,)
+    if fmt in INT_BITS:
+        top = 2 ** (INT_BITS[fmt] - 1) - 1
+        mean = x.abs().mean(-1, keepdim=True, dtype=torch.float64).float()
+        scale = (mean if fmt == "int2" else absmax / top).clamp_min(TINY)
+        return (x / scale).round().clamp(-top, top).to(torch.int8), (scale,)
+    if fmt != "nvfp4":
+        raise ValueError(f"format {fmt!r}: choose one of {', '.join(FORMATS)}")
+    x = F.pad(x, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))  # (..., blocks, 16)
+    whole = (absmax.max() / (448 * 6)).clamp_min(TINY)  # 6: the largest E2M1 value
+    block = (x.abs().amax(-1, keepdim=True) / (6 * whole)).to(torch.float8_e4m3fn)
+    x = (x / (block.float() * whole).clamp_min(TINY)).clamp(-6, 6)
+    step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))  # 0 .5 1 1.5 2 3 4 6
+    return ((x / step).round() * step * 2).to(torch.int8), (block, whole / 2)
+
+
+def unpack(codes, scales, shape, dtype):
+    """What the codes stand for, in `shape` (nvfp4 pads its last block) and `dtype`."""
+    x = codes.float()
+    for scale in scales:
+        x = x * scale.float()
+    return x.reshape(*shape[:-1], -1)[..., : shape[-1]].to(dtype)
+
+
+def quantize(weight, fmt):
+    """`weight` rounded to `fmt` and back, same shape and dtype. ValueError: inf, NaN, unknown format."""
+    if not torch.isfinite(weight).all():
+        raise ValueError("quantize: the tensor holds inf or NaN, which no format can represent")
+    if fmt in ("none", "bf16"):
+        return weight.detach().to(torch.bfloat16 if fmt == "bf16" else weight.dtype, copy=True).to(weight.dtype)
+    return unpack(*pack(weight, fmt), weight.shape, weight.dtype)
+
+
+def hardware_fp8(x):
+    """Whether this device multiplies E4M3 itself: NVIDIA from compute capability 8.9 on."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def fp8_matmul(x, codes, scale, dtype):
+    """x (N, in) @ codes (out, in).T in FP8 units: both E4M3, with a scale for each row."""
+    x_codes, (x_scale,) = pack(x, "fp8")
+    return torch._scaled_mm(x_codes, codes.t(), x_scale, scale.t(), out_dtype=dtype)
+
+
+class NarrowLinear(torch.nn.Module):
+    """A linear layer whose weight is stored as codes; fp8 rounds the activations too. On a CPU the
+    matmul reads a dequantised working copy, made at each sync, so nothing is saved there."""
+
+    def __init__(self, bias, fmt):
+        super().__init__()
+        self.bias, self.fmt = bias, fmt
+
+    def load(self, weight, dtype):
+        self.codes, self.scales = pack(weight, self.fmt)
+        self.shape, self.dtype = weight.shape, dtype
+        self.working = None if weight.is_cuda else unpack(self.codes, self.scales, self.shape, dtype)
+
+    def forward(self, x):
+        if self.fmt == "fp8" and hardware_fp8(x) and not (self.shape[0] % 16 or self.shape[1] % 16):
+            y = fp8_matmul(x.flatten(0, -2), self.codes, self.scales[0], self.dtype).unflatten(0, x.shape[:-1])
+            return y if self.bias is None else y + self.bias
+        if self.fmt in FP8:
+            x = unpack(*pack(x, self.fmt), x.shape, x.dtype)
+        weight = self.working
+        if weight is None:
+            weight = unpack(self.codes, self.scales, self.shape, self.dtype)
+        return F.linear(x, weight, self.bias)
+
+
+class NarrowKV(DynamicLayer):
+    """A layer's KV cache: FP8 is one byte a value, with one scale for K and one for V. Prefill and
+    decode read what was stored, so a token sees the same rounded past whenever it is computed."""
+
+    def __init__(self, fmt, scale_k=1.0, scale_v=1.0):
+        super().__init__()
+        self.fmt, self.scale = fmt, (scale_k, scale_v)
+
+    def store(self, x, scale):
+        if self.fmt == "bf16":
+            return x.to(torch.bfloat16)
+        top = torch.finfo(FP8[self.fmt]).max  # beyond what the probe saw, a value saturates
+        return (x / scale).clamp(-top, top).to(FP8[self.fmt]).view(torch.uint8)
+
+    def load(self, codes, scale, dtype):
+        if self.fmt == "bf16" or dtype != torch.bfloat16:
+            return codes.to(dtype) if self.fmt == "bf16" else codes.view(FP8[self.fmt]).to(dtype) * scale
+        # The code's bits moved under bfloat16's exponent, and one multiply for the two exponents'
+        # biases: exact, and on a CPU much cheaper than a cast. The masks are 0x87F0 and 0x8FE0.
+        shift, keep, bias = (4, -30736, 120) if self.fmt == "fp8" else (5, -28704, 112)
+        return ((codes.view(torch.int8).to(torch.int16) << shift) & keep).view(dtype) * (scale * 2.0**bias)
+
+    def update(self, keys, values, *args, **kwargs):  # (B, heads, new tokens, head size)
+        super().update(self.store(keys, self.scale[0]), self.store(values, self.scale[1]))
+        return self.load(self.keys, self.scale[0], keys.dtype), self.load(self.values, self.scale[1], keys.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scoring: one function for the trainer, the stale copy and the teacher.
+
+
+@dataclass
+class Rollout:
+    """What a loss needs to know of a batch of samples; shapes in the glossary above. Indexing picks rows."""
+
+    tokens: torch.Tensor
+    prompt_len: torch.Tensor
+    mask: torch.Tensor
+    logq: torch.Tensor
+    logp_stale: torch.Tensor
+    head_ids: torch.Tensor
+    head_logq: torch.Tensor
+    head_logp_stale: torch.Tensor
+    version: torch.Tensor
+
+    def __getitem__(self, rows):
+        return Rollout(*(None if (x := getattr(self, f.name)) is None else x[rows] for f in fields(self)))
+
+
+class LinearLogps(torch.autograd.Function):
+    """log softmax(hidden @ weight.T + bias) at `ids`, and never the whole (N, V): gather minus
+    logsumexp, a chunk of positions at a time, each chunk's logits made again in the backward pass.
+
+    hidden (N, D), weight (V, D), bias (V,) or None, ids (N, J)  ->  (N, J), float32 or wider
+    d log π(j) / d logits = onehot(j) - π; a frozen head gets no gradient, and none is computed."""
+
+    CHUNK = 2**23  # logits alive at a time
+
+    @staticmethod
+    def logits(hidden, weight, bias):
+        z = F.linear(hidden, weight, bias)
+        return z.to(torch.promote_types(z.dtype, torch.float32))
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids):
+        ctx.rows, out, lse = max(1, LinearLogps.CHUNK // weight.shape[0]), [], []
+        for h, j in zip(hidden.split(ctx.rows), ids.split(ctx.rows)):
+            z = LinearLogps.logits(h, weight, bias)  # (n, V)
+            lse.append(z.logsumexp(-1, keepdim=True))
+            out.append(z.gather(-1, j) - lse[-1])
+        ctx.save_for_backward(hidden, weight, bias, ids, torch.cat(lse))
+        return torch.cat(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, bias, ids, lse = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        for i in range(0, len(hidden), ctx.rows):
+            n = slice(i, i + ctx.rows)
+            d_z = LinearLogps.logits(hidden[n], weight, bias).sub_(lse[n]).exp_()  # π, (n, V)
+            d_z.mul_(-grad[n].sum(-1, keepdim=True)).scatter_add_(-1, ids[n], grad[n])
+            d_hidden[n] = d_z.to(weight.dtype) @ weight
+            if d_weight is not None:
+                d_weight.addmm_(d_z.t(), hidden[n].to(lse.dtype))
+            if d_bias is not None:
+                d_bias += d_z.sum(0)
+        return d_hidden, *(None if d is None else d.to(weight.dtype) for d in (d_weight, d_bias)), None
+
+
+def positions(prompt_len, P, length):
+    """Attention mask and position ids, both (B, length), of prompts left-padded to P: from lengths alone."""
+    column = torch.arange(length, device=prompt_len.device) - (P - prompt_len)[:, None]
+    return (column >= 0).long(), column.clamp_min(0)
+
+
+def token_logps(model, rollout, head=False, rows=None):
+    """log π of the drawn tokens, (B, T) in nats; with `head` also that of H, (B, T, K).
+
+    log π(y_t | prompt, y_<t) = z_y - logsumexp(z), z the logits in column P+t-1; 0 where mask is
+    false. `rows`: sequences in the model at once (another batch shape may round differently)."""
+    if rows is not None and rows < len(rollout.tokens):
+        parts = [token_logps(model, rollout[i : i + rows], head) for i in range(0, len(rollout.tokens), rows)]
+        return tuple(map(torch.cat, zip(*parts))) if head else torch.cat(parts)
+    tokens, mask = rollout.tokens, rollout.mask
+    P = tokens.shape[1] - mask.shape[1]
+    attention, position = positions(rollout.prompt_len, P, tokens.shape[1] - 1)
+    body = model.base_model(tokens[:, :-1], attention_mask=attention, position_ids=position, use_cache=False)
+    hidden = body.last_hidden_state[:, P - 1 :]  # (B, T, D): column P+t-1 predicts token t
+    ids = tokens[:, P:, None]
+    if head:
+        ids = torch.cat([ids, rollout.head_ids], -1)  # (B, T, 1+K)
+    out = model.get_output_embeddings()
+    logps = LinearLogps.apply(hidden[mask], out.weight, out.bias, ids[mask])  # (tokens, 1+K)
+    logps = logps.new_zeros(ids.shape).index_put(mask.nonzero(as_tuple=True), logps)
+    return (logps[..., 0], logps[..., 1:]) if head else logps[..., 0]
+
+
+@torch.no_grad()
+def check_head(model):
+    """`token_logps` runs the body and multiplies by the output embedding itself; a head that does more
+    (soft-capping, logit scales) would be scored wrongly. Compare once; ValueError if they differ."""
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    out, theirs = model.get_output_embeddings(), model(ids, use_cache=False).logits
+    ours = F.linear(model.base_model(ids, use_cache=False).last_hidden_state, out.weight, out.bias)
+    gap = float((ours - theirs).abs().max()) if ours.shape == theirs.shape else float("inf")
+    if not gap <= 8 * torch.finfo(theirs.dtype).eps * float(theirs.abs().max()):
+        raise ValueError(f"{type(model).__name__}: logits differ by {gap:.3g} from body times output embedding: non-finite "
+                         "weights, logit soft-capping or scaling; token_logps cannot score it")  # fmt: skip
+
+
+def tail(head_logps):
+    """Mass outside the head, 1 - Σ_H p, floored at 1e-6: (B, T, K) -> (B, T)."""
+    return (1 - head_logps.exp().sum(-1)).clamp_min(1e-6)
+
+
+def mismatch(logp, logq, mask, head_logp=None, head_logq=None):
+    """The one scale [3]: how far π is from q, in nats a token, over the tokens that q drew.
+
+    kl    mean KL(q || π) = Σ_H q (log q - log π) + Q_tail (log Q_tail - log P_tail): the head and
+          one bucket for the rest, so a lower bound unless H is the vocabulary
+    k1    mean of log q - log π;  k3: mean of π/q - 1 - log π/q; estimates of it from the draws
+    and mean_abs, max_abs of log π - log q; head_mass, the mean of Q_H; tokens, their number
+
+    The lag is mismatch(logp, logp_stale, ...): the tokens still come from q, so k1 and k3 are biased
+    there and only `kl` counts."""
+    n = int(mask.sum())
+    gap = (logp - logq)[mask].detach().double()
+    out = dict(kl=float("nan"), k1=-gap.sum() / max(n, 1), mean_abs=gap.abs().sum() / max(n, 1), tokens=n)
+    out |= dict(k3=(gap.clamp(-20, 20).exp() - 1 - gap).sum() / max(n, 1), head_mass=float("nan"))
+    out |= dict(max_abs=gap.abs().max() if n else 0.0)
+    if head_logp is not None:
+        p, q = head_logp[mask].detach().double(), head_logq[mask].detach().double()  # (n, K)
+        inside = torch.where(q > -100, q.exp() * (q - p), 0.0).sum(-1)  # 0 log 0 = 0
+        kl = inside + tail(q) * (tail(q) / tail(p)).log()
+        out |= dict(kl=kl.sum() / max(n, 1), head_mass=q.exp().sum() / max(n, 1))
+    return {k: v if k == "tokens" else float(v) for k, v in out.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# The sampler itself.
+
+
+class TorchSampler:
+    """q in plain PyTorch: a narrow copy of `model` that draws, and the unquantised copy behind it.
+
+    weights    one of FORMATS, for linear layers; embeddings, norms and output head stay in BF16
+    kv         one of KV_FORMATS; "none" is the copy's own dtype
+    keep_bf16  module prefixes left in BF16: `model.layers.3`, `model.layers.3.mlp`, `model.layers.3.kv`
+    noise      Gaussian, in standard deviations of each matrix, drawn anew at each sync from `seed`
+    head_k     K, the likeliest tokens recorded at each position (at most V)
+    stop_ids   tokens that end a response and stay in it (default: those of generation_config)
+    probe      equal-length token ids on which the KV scales are calibrated at each sync
+    kv_scale   "calibrated", or a number for every layer, such as 1.0
+    rows       sequences scored at once for logp_stale: the trainer's micro-batch, to round alike
+
+    ValueError: an unknown format or module, weights that are not finite, a head it cannot score."""
+
+    def __init__(self, model, weights="bf16", kv="bf16", keep_bf16=(), noise=0.0, head_k=64, *,
+                 stop_ids=None, probe=None, kv_scale="calibrated", seed=0, rows=None):  # fmt: skip
+        for name, value, known in (("weights", weights, FORMATS), ("kv", kv, KV_FORMATS)):
+            if value not in known:
+                raise ValueError(f"{name} format {value!r}: choose one of {', '.join(known)}")
+        if not (0 <= noise < float("inf") and head_k >= 1):
+            raise ValueError(f"noise {noise} must be at least 0 and head_k {head_k} at least 1")
+        check_head(model)
+        self.weights, self.kv, self.noise, self.kv_scale = weights, kv, noise, kv_scale
+        self.seed, self.rows, self.device = seed, rows, model.device
+        self.stale = copy.deepcopy(model).eval().requires_grad_(False)
+        self.engine = copy.deepcopy(self.stale)
+        self.dtype = model.dtype if weights == "none" else torch.bfloat16
+        for p in self.engine.parameters():  # parameters only: rotary tables stay in float32
+            p.data = p.data.to(self.dtype)
+        text, vocab = model.config.get_text_config(), model.get_output_embeddings().weight.shape[0]
+        self.head_k, self.layers = min(head_k, vocab), text.num_hidden_layers
+        ids = stop_ids
+        if ids is None:
+            ids = model.generation_config.eos_token_id
+            ids = text.eos_token_id if ids is None else ids
+        ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        self.stop_ids = torch.tensor(ids, dtype=torch.long, device=self.device)
+        if probe is None:
+            probe = torch.randint(vocab, (4, 32), generator=torch.Generator().manual_seed(0))
+        self.probe = torch.as_tensor(probe).to(self.device)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self._narrow(tuple(keep_bf16))
+        self.sync(model, 0)
+
+    def _narrow(self, keep):
+        """Replace each linear layer, but for the output head and what `keep` names, by a NarrowLinear."""
+        modules = dict(self.engine.named_modules())
+        stem = next(n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == self.layers)
+        kv = [f"{stem}.{i}.kv" for i in range(self.layers)]
+        if unknown := [k for k in keep if k not in modules and k not in kv]:
+            raise ValueError(f"keep_bf16 {unknown[0]!r}: no such module; name one such as {stem}.0 or {kv[0]}")
+        self.kv_formats = ["bf16" if name in keep else self.kv for name in kv]
+        head, narrow = self.engine.get_output_embeddings(), self.weights not in ("none", "bf16")
+        self.matrices = {}  # weight's name -> whether it is stored transposed, as GPT-2's Conv1D does
+        for name, module in modules.items():
+            if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not head:
+                self.matrices[name + ".weight"] = isinstance(module, Conv1D)
+                if narrow and not any((name + ".").startswith(k + ".") for k in keep):
+                    self.engine.set_submodule(name, NarrowLinear(module.bias, self.weights))
+        covered = {n for n, m in modules.items() if m is head or isinstance(m, torch.nn.Embedding)}
+        for name, p in self.stale.named_parameters():
+            if (narrow or self.noise) and p.dim() > 1 and name not in self.matrices and name.rpartition(".")[0] not in covered:
+                raise ValueError(f"{name}: a matrix outside any linear layer, which {self.weights} does not cover; use bf16")
+
+    @torch.no_grad()
+    def sync(self, model, version):
+        """Take over the trainer's weights of now and round them. `version`: its steps so far."""
+        source = model.state_dict()
+        if bad := [n for n, x in source.items() if not torch.isfinite(x).all()]:
+            raise ValueError(f"{bad[0]}: the trainer's weights hold inf or NaN at step {version}; not synced")
+        self.stale.load_state_dict(source)
+        self.version, target = version, dict(self.engine.named_parameters())
+        generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + version)
+        for name, weight in self.stale.named_parameters():  # a tied matrix comes once
+            if self.noise and name in self.matrices:
+                drawn = torch.randn(weight.shape, generator=generator, device=self.device)
+                weight = weight + self.noise * weight.std() * drawn
+            owner = self.engine.get_submodule(name.rpartition(".")[0])
+            if isinstance(owner, NarrowLinear) and name in self.matrices:
+                owner.load(weight.t() if self.matrices[name] else weight, self.dtype)
+            else:
+                target[name].copy_(weight)
+        self._calibrate()
+
+    def _calibrate(self):
+        """KV scale of a layer: absmax over the probe / the format's largest value, up to a power of
+        two, so that reading back is exact; a floating format loses no precision by that."""
+        if self.kv not in FP8 or self.kv_scale != "calibrated":
+            scale = 1.0 if self.kv_scale == "calibrated" else float(self.kv_scale)
+            self.kv_scales = [(scale, scale)] * self.layers
+            return
+        cache, top = DynamicCache(config=self.engine.config), torch.finfo(FP8[self.kv]).max
+        self.engine(self.probe, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        power = lambda x: 2.0 ** math.ceil(math.log2(max(float(x.abs().max()), 1e-30) / top))
+        self.kv_scales = [(power(layer.keys), power(layer.values)) for layer in cache.layers]
+
+    def _new_cache(self):
+        """An empty KV cache; where the format is the copy's own dtype, the library's."""
+        if self.kv == "none" or (self.kv == "bf16" and self.dtype == torch.bfloat16):
+            return DynamicCache(config=self.engine.config)
+        kinds = getattr(self.engine.config.get_text_config(), "layer_types", None) or ()
+        if set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"}:
+            raise ValueError(f"kv {self.kv}: {type(self.engine).__name__} has layers without KV; use none")
+        return Cache(layers=[NarrowKV(f, *s) for f, s in zip(self.kv_formats, self.kv_scales)])
+
+    @torch.no_grad()
+    def sample(self, prompt_ids, max_new_tokens, seed=None, greedy=False):
+        """A `Rollout`: one response to each prompt (a list of lists of token ids), at temperature 1.
+
+        y_t is the first token whose cumulative probability exceeds a uniform u_t of an explicit
+        generator, which `seed` restarts. `greedy`: the likeliest token, for evaluation only (logq
+        is then not what was drawn from, and logp_stale is None). Equal prompts are prefilled once."""
+        if not prompt_ids or min(map(len, prompt_ids)) < 1 or max_new_tokens < 1:
+            raise ValueError("sample: needs a prompt, a token in each, and max_new_tokens of at least 1")
+        unique = {p: i for i, p in enumerate(dict.fromkeys(map(tuple, prompt_ids)))}
+        group = torch.tensor([unique[tuple(p)] for p in prompt_ids], device=self.device)  # (B,)
+        P, B = max(map(len, unique)), len(prompt_ids)
+        padded = torch.tensor([[0] * (P - len(p)) + list(p) for p in unique], device=self.device)
+        length = torch.tensor([len(p) for p in unique], device=self.device)
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        u = torch.rand(B, max_new_tokens, 1, generator=self.generator, dtype=torch.float64, device=self.device)
+
+        attention, position = positions(length, P, P)
+        cache = self._new_cache()
+        logits = self.engine(padded, attention_mask=attention, position_ids=position, past_key_values=cache,
+                             use_cache=True, logits_to_keep=1).logits[group]  # fmt: skip
+        cache.batch_select_indices(group)  # one prefill for a prompt, its KV repeated for the group
+        attention, length = attention[group], length[group]
+        alive, drawn = torch.ones(B, dtype=torch.bool, device=self.device), []
+        for t in range(max_new_tokens):
+            logq = logits[:, -1].float().log_softmax(-1)  # (B, V): the distribution drawn from
+            cumulative = logq.double().exp().cumsum(-1)
+            y = torch.searchsorted(cumulative, u[:, t] * cumulative[:, -1:], right=True)
+            y = logq.argmax(-1, keepdim=True) if greedy else y.clamp_max(logq.shape[-1] - 1)  # (B, 1)
+            head_logq, head_ids = logq.topk(self.head_k)
+            drawn.append((y[:, 0], alive, logq.gather(-1, y)[:, 0], head_ids, head_logq))
+            alive = alive & ~torch.isin(y[:, 0], self.stop_ids)
+            if t + 1 == max_new_tokens or not alive.any():
+                break
+            attention = torch.cat([attention, attention.new_ones(B, 1)], 1)
+            logits = self.engine(y, attention_mask=attention, position_ids=(length + t)[:, None],
+                                 past_key_values=cache, use_cache=True).logits  # fmt: skip
+        y, mask, logq, head_ids, head_logq = (torch.stack(x, 1) for x in zip(*drawn))
+        tokens = torch.cat([padded[group], y.where(mask, 0)], 1)
+        version = torch.full_like(y, self.version)
+        rollout = Rollout(tokens, length, mask, logq, None, head_ids, head_logq, None, version)
+        if not greedy:
+            rollout.logp_stale, rollout.head_logp_stale = token_logps(self.stale, rollout, True, self.rows)
+        return rollout
