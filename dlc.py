@@ -52,7 +52,16 @@ from matplotlib import pyplot as plt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from sampler import FORMATS, KV_FORMATS, Rollout, TorchSampler, mismatch, tail, token_logps
+from sampler import (
+    FORMATS,
+    KV_FORMATS,
+    Rollout,
+    TorchSampler,
+    VLLMSampler,
+    mismatch,
+    tail,
+    token_logps,
+)
 
 matplotlib.use("Agg")
 transformers.utils.logging.disable_progress_bar()
@@ -63,7 +72,7 @@ class Config:  # a field is an option, and the comment beside it is its help
     correction: str = "dlc"  # one of the eleven in CORRECTIONS
     weights: str = "fp8"  # sampler's weights: none bf16 fp8 fp8_e5m2 int8 int4 int3 int2 nvfp4
     kv: str = "fp8"  # sampler's KV cache: none bf16 fp8 fp8_e5m2
-    keep_bf16: str = ""  # modules left in BF16, comma separated: model.layers.0,model.layers.1.kv
+    keep_bf16: str = ""  # modules left in BF16: model.layers.0,model.layers.1.kv or @recipe.json
     noise: float = 0.0  # noise on the sampler's matrices, in their standard deviations
     sync_every: int | None = None  # sampler takes over the weights after N steps (0: never)
     sync_ess: float | None = None  # ... when ESS/B < F (0: off; 0.5 if no sync option is given)
@@ -82,6 +91,8 @@ class Config:  # a field is an option, and the comment beside it is its help
     scale_advantage: bool = False  # divide the advantage by its group's standard deviation
     clip: float = 0.2  # ε of the PPO clip
     cap: float = 2.0  # C of truncated importance sampling
+    sampler: str = "torch"  # torch, or vllm: a real engine
+    sampler_memory: float | None = None  # vllm: its share of the GPU (default: 0.4); on a CPU GiB of KV (1)
     head_k: int = 64  # K, tokens recorded at each position (at most the vocabulary)
     max_new_tokens: int | None = None  # longest response (default: 4; 12 with --model)
     seed: int = 0  # of prompts, sampling and noise
@@ -369,8 +380,14 @@ def tiny_base(steps=350, width=64, layers=3):
         (-token_logps(model, shown)[mask].mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    save_model(model, tokenizer, folder)
+    folder.parent.mkdir(exist_ok=True)
+    write(folder, lambda new: save_model(model, tokenizer, new))
     return folder
+
+
+def save_model(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def load_model(path, dtype, device):
@@ -381,6 +398,25 @@ def load_model(path, dtype, device):
     except Exception as e:  # many kinds, from as many libraries
         raise ValueError(f"--model {path}: no causal LM can be loaded from there ({str(e).splitlines()[0]})") from None
     return model.to(device).eval(), tokenizer
+
+
+def model_fingerprint(model):
+    """What a recipe holds for: the architecture, its sizes, and a checksum of its norms' weights."""
+    text = model.config.get_text_config()
+    norms = sum(float(p.double().sum()) for p in model.parameters() if p.dim() == 1)
+    return [text.model_type, text.num_hidden_layers, text.hidden_size, text.vocab_size, round(norms, 3)]
+
+
+def keep_list(keep, model):
+    """The modules of --keep-bf16: names after commas, or @FILE, a recipe made by opd.py --sensitivity."""
+    if not keep.startswith("@"):
+        return [k.strip() for k in keep.split(",") if k.strip()]
+    recipe = json.loads(Path(keep[1:]).read_text())
+    if not isinstance(recipe, dict) or not {"model", "keep_bf16"} <= set(recipe):
+        raise ValueError(f"--keep-bf16 {keep}: not a recipe; make one with python opd.py --sensitivity")
+    if recipe["model"] != model_fingerprint(model):
+        raise ValueError(f"--keep-bf16 {keep}: made for {recipe['model']}, this is {model_fingerprint(model)}")
+    return recipe["keep_bf16"]
 
 
 def grade(rollout, rows, stop_ids, tokenizer, cfg):
@@ -403,54 +439,133 @@ def accuracy(sampler, rows, tokenizer, cfg):
 
 
 # --------------------------------------------------------------------------------------------------
-# A run's folder. Files are written under another name and renamed: nobody ever reads half of one.
+# A run: what is trained, what samples, and the folder that both can be resumed from. Files are
+# written under another name and renamed, so that nobody ever reads half of one.
 
 
-def write(path, data):
-    """Text as it is, anything else with torch.save."""
-    new = path.with_name(path.name + ".tmp")
-    new.write_text(data) if isinstance(data, str) else torch.save(data, new)
+def write(path, save):
+    """`save(temporary path)`, then rename."""
+    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    save(new)
+    if path.is_dir():
+        shutil.rmtree(path)
     os.replace(new, path)
 
 
-def save_model(model, tokenizer, folder):
-    new = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    model.save_pretrained(new)
-    tokenizer.save_pretrained(new)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(new, folder)
+class Run:
+    """Model, float32 master weights, optimizer, sampler, data and folder of a run."""
+
+    def __init__(self, cfg, path, kind):
+        self.cfg, self.rows = cfg, []
+        self.model, self.tokenizer = load_model(path, cfg.dtype, cfg.device)
+        self.data, self.held_out = load_data(cfg, self.tokenizer)
+        self.params = list(self.model.parameters())
+        float32 = cfg.dtype == "float32"
+        self.master = self.params if float32 else [p.detach().float() for p in self.params]
+        optimizer = dict(adam=torch.optim.Adam, sgd=torch.optim.SGD)[cfg.optimizer]
+        self.optimizer = optimizer(self.master, lr=cfg.lr, fused=True)
+        kind_of = dict(torch=TorchSampler, vllm=VLLMSampler)[cfg.sampler]
+        keep = keep_list(cfg.keep_bf16, self.model)
+        probe = [(r["ids"] * 32)[:32] for r in self.data[:4]]  # what the KV scales are calibrated on
+        extra = dict(memory=cfg.sampler_memory) if cfg.sampler == "vllm" else {}
+        self.sampler = kind_of(self.model, cfg.weights, cfg.kv, keep, cfg.noise, cfg.head_k, probe=probe,
+                               seed=cfg.seed, rows=cfg.micro_batch, **extra)  # fmt: skip
+        self.past = deque([copy.deepcopy(self.model)], maxlen=(cfg.lag or 0) + 1)  # for --lag D
+        names = (Path(f"runs/{kind}-{i}") for i in itertools.count(1))
+        self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
+        if cfg.resume:
+            self.restore()
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            versions = dict(torch=torch.__version__, transformers=transformers.__version__)
+            config = json.dumps(dataclasses.asdict(cfg) | dict(versions=versions), indent=1)
+            write(self.folder / "config.json", lambda new: new.write_text(config))
+        self.logs = [open(self.folder / f"{name}.jsonl", "a") for name in ("metrics", "samples")]
+
+    def accuracies(self, suffix=""):
+        """Greedy accuracy on held-out prompts, of the trainer's model and of the sampler as it is."""
+        exact = TorchSampler(self.model, "none", "none")
+        return {name + suffix: accuracy(sampler, self.held_out, self.tokenizer, self.cfg)
+                for name, sampler in (("accuracy", exact), ("accuracy_sampler", self.sampler))}  # fmt: skip
+
+    def accumulate(self):
+        """A bfloat16 forward leaves bfloat16 gradients; they add up in float32."""
+        for p, w in zip(self.params, self.master):
+            if w is not p:
+                w.grad, p.grad = p.grad.float() + (0 if w.grad is None else w.grad), None
+
+    def step(self):
+        """One optimizer step; the gradient's norm. A gradient that is not finite moves nothing."""
+        norm = float(torch.nn.utils.get_total_norm([w.grad for w in self.master]))
+        if norm < float("inf"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        for p, w in zip(self.params, self.master):
+            p.data.copy_(w.data)
+        return norm
+
+    def resync(self, step, share):
+        """After `step`: give the sampler the weights of now, or with --lag D those of D steps ago, if
+        a rule says so. `share`: the ESS of the lag / the batch. The rule that did, or None."""
+        cfg, version, weights = self.cfg, step + 1, self.model
+        due = cfg.sync_every and version - self.sampler.version >= cfg.sync_every
+        reason = f"every {cfg.sync_every}" if due else None
+        if not due and share < (cfg.sync_ess or 0):
+            reason = f"ess {share:.3f} < {cfg.sync_ess}"
+        if cfg.lag is not None:
+            self.past.append(copy.deepcopy(self.model))
+            version, weights = max(0, version - cfg.lag), self.past[0]
+            reason = f"lag {cfg.lag}" if version != self.sampler.version else None
+        if reason:
+            self.sampler.sync(weights, version)
+        return reason
+
+    def log(self, row, shown):
+        """Write a step's numbers and one of its samples at once; save every --save-every steps."""
+        self.rows.append(row)
+        for file, x in zip(self.logs, (row, shown)):
+            print(json.dumps(x), file=file, flush=True)
+        if (row["step"] + 1) % self.cfg.save_every == 0 or row["step"] + 1 == self.cfg.steps:
+            sampled = self.past if self.cfg.lag is not None else [self.sampler.stale]
+            state = dict(step=row["step"], version=self.sampler.version, optimizer=self.optimizer.state_dict(),
+                         master=[w.detach() for w in self.master], sampled=[m.state_dict() for m in sampled])  # fmt: skip
+            write(self.folder / "state.pt", lambda new: torch.save(state, new))
+
+    def restore(self):
+        """Back to the last saved step. Nothing else is state: the random numbers of a step are a
+        function of (seed, step)."""
+        state = torch.load(self.folder / "state.pt", weights_only=True, map_location=self.model.device)
+        self.past.clear()
+        for weights in state["sampled"]:
+            self.model.load_state_dict(weights)
+            self.past.append(copy.deepcopy(self.model))
+        self.sampler.sync(self.past[0], state["version"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for p, w, saved in zip(self.params, self.master, state["master"]):
+            p.data.copy_(w.data.copy_(saved))
+        for name in ("metrics.jsonl", "samples.jsonl"):  # drop what was logged after the last save
+            lines = (self.folder / name).read_text().splitlines(True)[: state["step"] + 1]
+            write(self.folder / name, lambda new: new.write_text("".join(lines)))
+        self.rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+
+    def finish(self):
+        """Save the model in Hugging Face form, and the figure."""
+        write(self.folder / "model", lambda new: save_model(self.model, self.tokenizer, new))
+        write(self.folder / "curves.png", lambda new: figure(self.rows, new, self.folder.name))
 
 
-def run_folder(cfg, kind):
-    """The folder of this run, made, with its config.json. ValueError for an --out that holds files."""
-    if cfg.resume:
-        return Path(cfg.resume)
-    names = (Path(f"runs/{kind}-{i}") for i in itertools.count(1))
-    folder = Path(cfg.out) if cfg.out else next(f for f in names if not f.exists())
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"--out {folder}: is there already; choose a new folder, or --resume {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    versions = dict(torch=torch.__version__, transformers=transformers.__version__)
-    write(folder / "config.json", json.dumps(dataclasses.asdict(cfg) | dict(versions=versions), indent=1))
-    return folder
-
-
-def restore(folder, model, params, master, optimizer, sampler, past):
-    """Back to the last saved step; returns the rows up to it. Nothing else is state, since every
-    random number of a step is a function of (seed, step)."""
-    state = torch.load(folder / "state.pt", weights_only=True, map_location=model.device)
-    past.clear()
-    for weights in state["sampled"]:
-        model.load_state_dict(weights)
-        past.append(copy.deepcopy(model))
-    sampler.sync(past[0], state["version"])
-    optimizer.load_state_dict(state["optimizer"])
-    for p, w, saved in zip(params, master, state["master"]):
-        p.data.copy_(w.data.copy_(saved))
-    for name in ("metrics.jsonl", "samples.jsonl"):  # drop what was logged after the last save
-        lines = (folder / name).read_text().splitlines(True)[: state["step"] + 1]
-        write(folder / name, "".join(lines))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+def measure(rollout, logp, head_logp, cap):
+    """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
+    mask, n = rollout.mask, max(1, int(rollout.mask.sum()))
+    numerics = mismatch(rollout.logp_stale, rollout.logq, mask, rollout.head_logp_stale, rollout.head_logq)
+    lag = mismatch(logp, rollout.logp_stale, mask, head_logp, rollout.head_logp_stale)
+    log_lag, rest = logp - rollout.logp_stale, tail(head_logp)
+    entropy = -((head_logp.exp() * head_logp).sum(-1) + rest * rest.log())[mask].sum()
+    row = dict(discrepancy=numerics["kl"], lag=lag["kl"], ess=ess(log_lag, mask), ess_token=ess(log_lag, mask, "token"))
+    row |= dict(head_mass=numerics["head_mass"], entropy=float(entropy) / n, tokens=n, length=n / len(mask))
+    row["cap_share"] = float((ratio(logp, rollout.logq) > cap)[mask].sum()) / n
+    rest = ("k1", "k3", "mean_abs", "max_abs")
+    return row | {f"discrepancy_{k}": numerics[k] for k in rest} | {f"lag_{k}": lag[k] for k in rest}
 
 
 def figure(rows, path, title):
@@ -473,8 +588,7 @@ def figure(rows, path, title):
     axes[1].set_ylim(bottom=1e-5)
     axes[2].set(ylim=(0, 1.05), xlabel=f"step; {len(syncs)} syncs (dotted, if few)")
     axes[0].set_title(title, fontsize=10)
-    fig.savefig(path.with_suffix(".tmp"), dpi=130, format="png")
-    os.replace(path.with_suffix(".tmp"), path)
+    fig.savefig(path, dpi=130, format="png")
     plt.close(fig)
 
 
@@ -493,7 +607,7 @@ def check(cfg):
     batch = cfg.prompts * cfg.group_size
     mini = batch // max(1, cfg.minibatches)
     cfg.micro_batch = mini if cfg.micro_batch is None else cfg.micro_batch
-    known = dict(correction=CORRECTIONS, weights=FORMATS, kv=KV_FORMATS, optimizer=("adam", "sgd"),
+    known = dict(sampler=("torch", "vllm"), correction=CORRECTIONS, weights=FORMATS, kv=KV_FORMATS, optimizer=("adam", "sgd"),
                  ess_level=("sequence", "token"), dtype=("float32", "bfloat16"))  # fmt: skip
     least = dict(steps=1, prompts=1, group_size=2, minibatches=1, micro_batch=1, head_k=1, cap=1, lr=1e-12,
                  save_every=1, max_new_tokens=1, sync_every=0, sync_ess=0, lag=0, noise=0, clip=0)  # fmt: skip
@@ -507,6 +621,8 @@ def check(cfg):
         ("device", re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device), "cpu, cuda or cuda:N"),
         ("device", cfg.device == "cpu" or torch.cuda.is_available(), "cpu: torch sees no GPU here"),
         ("data", cfg.data is None or Path(cfg.data).is_file(), "a file that exists"),
+        ("out", cfg.resume or not cfg.out or not Path(cfg.out).exists() or
+         Path(cfg.out).is_dir() and not any(Path(cfg.out).iterdir()), "a new or empty folder"),
         ("resume", not cfg.resume or (Path(cfg.resume) / "state.pt").is_file(), "a run with a saved state.pt"),
     ]  # fmt: skip
     for name, good, need in rules:
@@ -518,47 +634,32 @@ def check(cfg):
 def train(cfg):
     """Run `cfg`; one flat dict a step. The last one also holds the accuracies, before and after."""
     cfg = check(cfg)
-    model, tokenizer = load_model(cfg.model or tiny_base(), cfg.dtype, cfg.device)
-    data, held_out = load_data(cfg, tokenizer)
-    params = list(model.parameters())
-    master = params if cfg.dtype == "float32" else [p.detach().float() for p in params]
-    optimizer = dict(adam=torch.optim.Adam, sgd=torch.optim.SGD)[cfg.optimizer](master, lr=cfg.lr, fused=True)
-    keep = [k.strip() for k in cfg.keep_bf16.split(",") if k.strip()]
-    probe = [(r["ids"] * 32)[:32] for r in data[:4]]
-    make = lambda weights, kv, noise: TorchSampler(  # the sampler, or the trainer's model itself, drawing
-        model, weights, kv, keep, noise, cfg.head_k, probe=probe, seed=cfg.seed, rows=cfg.micro_batch)
-    sampler = make(cfg.weights, cfg.kv, cfg.noise)
-    folder = run_folder(cfg, f"dlc-{cfg.correction}")
-    past, rows = deque([copy.deepcopy(model)], maxlen=(cfg.lag or 0) + 1), []  # --lag D: the last D+1 weights
-    evaluate = lambda *how: accuracy(make(*how), held_out, tokenizer, cfg)
-    measure = lambda key: {"accuracy" + key: evaluate("none", "none", 0),
-                           "accuracy_sampler" + key: evaluate(cfg.weights, cfg.kv, cfg.noise)}  # fmt: skip
-    if cfg.resume:
-        rows = restore(folder, model, params, master, optimizer, sampler, past)
-    before = {k: rows[0][k] for k in rows[0] if k.startswith("accuracy")} if rows else measure("_base")
-    print(f"{folder}: {cfg.correction}; torch sampler on {cfg.device}, weights {cfg.weights}, KV {cfg.kv}\n"
+    run = Run(cfg, cfg.model or tiny_base(), f"dlc-{cfg.correction}")
+    model, sampler = run.model, run.sampler
+    before = run.accuracies("_base") if not run.rows else {k: v for k, v in run.rows[0].items() if "accuracy" in k}
+    print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights {cfg.weights}, KV {cfg.kv}\n"
           " step version  reward  discrepancy      lag    ESS  clipped  syncs  tokens/s")  # fmt: skip
 
-    metrics, samples = open(folder / "metrics.jsonl", "a"), open(folder / "samples.jsonl", "a")
-    bar = tqdm(range(len(rows), cfg.steps), initial=len(rows), total=cfg.steps)
+    bar = tqdm(range(len(run.rows), cfg.steps), initial=len(run.rows), total=cfg.steps)
     for step in bar:
         # 1. Sample a group of responses to each prompt from q.
         start, seed = time.perf_counter(), cfg.seed * 1_000_003 + step
-        picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[: cfg.prompts]
-        batch = [data[i] for i in picked for _ in range(cfg.group_size)]
-        rollout = sampler.sample([r["ids"] for r in batch], cfg.max_new_tokens, seed)
+        picked = torch.randperm(len(run.data), generator=torch.Generator().manual_seed(seed))[: cfg.prompts]
+        batch = [run.data[i] for i in picked for _ in range(cfg.group_size)]
+        rollout, version = sampler.sample([r["ids"] for r in batch], cfg.max_new_tokens, seed), sampler.version
         broken = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
-        rollout.mask = rollout.mask & ~broken[:, None]  # a response with a log-prob of inf or NaN is dropped
+        rollout.mask = rollout.mask & ~broken[:, None]  # drop a response with a log-prob of inf or NaN
         seconds_sample = time.perf_counter() - start
 
         # 2. Reward, centred over the group of its prompt.
-        rewards, texts, stopped = grade(rollout, batch, sampler.stop_ids, tokenizer, cfg)
-        R = torch.tensor(rewards, device=cfg.device).view(cfg.prompts, cfg.group_size)
-        A = R - R.mean(1, keepdim=True)
-        A = (A / (R.std(1, keepdim=True) + 1e-6) if cfg.scale_advantage else A).flatten()
+        rewards, texts, stopped = grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
+        R = torch.tensor(rewards, device=cfg.device).where(~broken, float("nan"))
+        R = R.view(cfg.prompts, cfg.group_size)
+        A = (R - R.nanmean(1, keepdim=True)).nan_to_num(0)
+        A = (A / (A.std(1, keepdim=True) + 1e-6) if cfg.scale_advantage else A).flatten()
 
         # 3. Update: one optimizer step a minibatch, its gradient summed over micro-batches.
-        fresh = None  # π before the first update; with one minibatch that is the update's own forward
+        fresh = None  # π before the first update; with one minibatch it is the update's own forward
         if cfg.minibatches > 1:
             with torch.no_grad():
                 fresh = token_logps(model, rollout, head=True, rows=cfg.micro_batch)
@@ -574,74 +675,48 @@ def train(cfg):
                     head_logq=part.head_logq, head_logp_stale=part.head_logp_stale,
                     num_tokens=int(rollout.mask[mini].sum()), cap=cfg.cap, clip=cfg.clip)  # fmt: skip
                 loss.backward()
+                run.accumulate()
                 stats.append(stat)
-                for p, w in zip(params, master):
-                    if w is not p:  # bfloat16 forward: gradients add up in float32
-                        w.grad, p.grad = p.grad.float() + (0 if w.grad is None else w.grad), None
-            norms.append(float(torch.nn.utils.get_total_norm([w.grad for w in master])))
-            if norms[-1] < float("inf"):  # else the update is skipped, and counted
-                optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for p, w in zip(params, master):
-                    p.copy_(w) if w is not p else None
+            norms.append(run.step())
 
-        # 4. Measure the two gaps, and the ESS of the lag, on the batch as it was before its first update.
-        logp, head_logp = map(torch.cat, zip(*seen)) if fresh is None else fresh
-        mask, n = rollout.mask, max(1, int(rollout.mask.sum()))
-        numerics = mismatch(rollout.logp_stale, rollout.logq, mask, rollout.head_logp_stale, rollout.head_logq)
-        lag = mismatch(logp, rollout.logp_stale, mask, head_logp, rollout.head_logp_stale)
-        log_lag, rest = logp - rollout.logp_stale, tail(head_logp)
-        entropy = -((head_logp.exp() * head_logp).sum(-1) + rest * rest.log())[mask].sum()
-        row = dict(
-            step=step, version=sampler.version, reward=float(R.mean()), discrepancy=numerics.pop("kl"),
-            lag=lag.pop("kl"), ess=ess(log_lag, mask), ess_token=ess(log_lag, mask, "token"),
-            clip_share=sum(s["clipped"] for s in stats) / n, head_mass=numerics.pop("head_mass"),
-            cap_share=float((ratio(logp, rollout.logq) > cfg.cap)[mask].sum()) / n,
-            weight_max=max(s["weight_max"] for s in stats), grad_norm=max(norms),
-            skipped=sum(not x < float("inf") for x in norms), dropped=int(broken.sum()),
-            entropy=float(entropy) / n, tokens=n, length=n / len(batch),
-            truncated=1 - sum(stopped) / len(batch), kv_scales=sampler.kv_scales)  # fmt: skip
-        row |= {f"discrepancy_{k}": numerics[k] for k in ("k1", "k3", "mean_abs", "max_abs")}
-        row |= {f"lag_{k}": lag[k] for k in ("k1", "k3", "mean_abs", "max_abs")} | (before if step == 0 else {})
+        # 4. Measure both gaps and the ESS, on the batch as it was before its first update.
+        row = dict(step=step, version=version, reward=float(R.nanmean().nan_to_num(0)))
+        row |= measure(rollout, *(map(torch.cat, zip(*seen)) if fresh is None else fresh), cfg.cap)
+        row |= dict(
+            clip_share=sum(s["clipped"] for s in stats) / row["tokens"], grad_norm=max(norms),
+            weight_max=max(s["weight_max"] for s in stats), dropped=int(broken.sum()),
+            skipped=sum(not x < float("inf") for x in norms), truncated=1 - sum(stopped) / len(batch),
+            kv_scales=sampler.kv_scales)  # fmt: skip
 
-        # 5. Sync: give the sampler the weights of now, or with --lag D those of D steps ago.
-        share, version = row["ess" if cfg.ess_level == "sequence" else "ess_token"], step + 1
-        due = cfg.sync_every and version - sampler.version >= cfg.sync_every
-        reason = f"every {cfg.sync_every}" if due else f"ess {share:.3f}" if share < (cfg.sync_ess or 0) else None
-        if cfg.lag is not None:
-            past.append(copy.deepcopy(model))
-            version = max(0, step + 1 - cfg.lag)
-            reason = f"lag {cfg.lag}" if version != sampler.version else None
-        if reason:
-            sampler.sync(model if cfg.lag is None else past[0], version)
-        seconds_train = time.perf_counter() - start - seconds_sample
+        # 5. Sync the sampler, if the rule says so.
+        reason = run.resync(step, row["ess" if cfg.ess_level == "sequence" else "ess_token"])
+        seconds = time.perf_counter() - start
         row |= dict(synced=reason is not None, sync_reason=reason, seconds_sample=seconds_sample,
-                    seconds_train=seconds_train, tokens_per_second=n / (seconds_sample + seconds_train))  # fmt: skip
+                    seconds_train=seconds - seconds_sample, tokens_per_second=row["tokens"] / seconds)  # fmt: skip
 
         # 6. Log at once, show, save.
-        rows.append(row)
-        print(json.dumps(row), file=metrics, flush=True)
-        shown = dict(step=step, prompt=batch[0]["prompt"], answer=batch[0]["answer"], completion=texts[0], reward=rewards[0])
-        print(json.dumps(shown), file=samples, flush=True)
-        bar.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f} {clip_share:8.1%}".format(**row)
-                  + f" {sum(r['synced'] for r in rows):6d} {row['tokens_per_second']:9.0f}")  # fmt: skip
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-            write(folder / "state.pt", dict(
-                step=step, version=sampler.version, master=[w.detach() for w in master], optimizer=optimizer.state_dict(),
-                sampled=[m.state_dict() for m in (past if cfg.lag is not None else [sampler.stale])]))  # fmt: skip
-    rows[-1] |= before | measure("")
-    save_model(model, tokenizer, folder / "model")
-    figure(rows, folder / "curves.png", f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
-    return rows
+        run.log(row | (before if step == 0 else {}), dict(
+            step=step, prompt=batch[0]["prompt"], answer=batch[0]["answer"], completion=texts[0], reward=rewards[0]))  # fmt: skip
+        shown = "{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f} {clip_share:8.1%}"
+        bar.write(shown.format(**row) + f" {sum(r['synced'] for r in run.rows):6d} {row['tokens_per_second']:9.0f}")
+    sampler.sync(model, cfg.steps)
+    run.rows[-1] |= before | run.accuracies()
+    run.finish()
+    return run.rows
 
 
-def parse(config, argv, description):
+def parse(config, argv, description, skip=()):
     """The command line of a dataclass: a field is an option, the comment beside it is its help."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)  # fmt: skip
-    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(config), re.M))
-    for f in dataclasses.fields(config):
+
+    def one_line(message):  # instead of argparse's whole usage
+        raise ValueError(message)
+
+    parser.error = one_line
+    source = "".join(inspect.getsource(c) for c in reversed(config.__mro__[:-1]))  # the last wins
+    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", source, re.M))
+    for f in (f for f in dataclasses.fields(config) if f.name not in skip):
         kind = next(t for t in (bool, int, float, str) if t in (f.type, *typing.get_args(f.type)))
         how = dict(action="store_true") if kind is bool else dict(type=kind, metavar=kind.__name__.upper())
         text = comments[f.name] + (f" (default: {f.default})" if f.default not in (None, False, "") else "")

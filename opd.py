@@ -1,0 +1,476 @@
+"""OPD: on-policy distillation, and how much sampler-trainer mismatch it tolerates.
+
+    python opd.py                    # a tiny student learns from a tiny teacher on FP8 rollouts; a minute
+    python opd.py --calibrate        # noise levels x seeds -> mismatch against quality -> budget.json
+    python opd.py --admit            # which rollout configurations fit the budget, before any training
+    python opd.py --sensitivity      # one layer quantised at a time, and a recipe that keeps a few in BF16
+    python opd.py --capacity 16      # tokens of KV cache in 16 GiB
+
+The student samples from q, the teacher π_T scores what it drew, and the loss pulls π to π_T:
+
+    full     Σ_v π (logπ - logπ_T)                        reverse KL(π || π_T), exact at every position
+    topk     the same on π's K likeliest tokens and one bucket for the rest; never below 0
+    sampled  policy gradient, A_t = logπ_T(y_t) - logπ(y_t) held fixed, any correction of dlc.py
+    forward  Σ_v π_T (logπ_T - logπ);   jsd  half of KL(π || m) + KL(π_T || m), m = (π + π_T) / 2
+
+With `full` the sum over the token is exact, so mismatch enters through the prefixes alone, which no
+correction of a token can mend; with `sampled` it enters through the drawn token as well.
+
+Left out: temperature (student and teacher are read at 1), a mixture with the teacher's own text.
+Letters as in dlc.py; the teacher is never called q.  logp_teacher: log π_T.
+
+[1] Yu et al., How much mismatch can OPD tolerate?, arXiv 2611.11450; its abstract is all we had.
+[2] Agarwal et al., On-policy distillation of language models, arXiv 2306.13649.
+"""
+
+import copy
+import dataclasses
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from matplotlib import pyplot as plt
+from tqdm import tqdm
+
+import dlc
+from dlc import Run, load_model, measure, parse, policy_loss, tiny_base, write
+from sampler import (
+    LinearLogps,
+    NarrowKV,
+    TorchSampler,
+    mismatch,
+    response_hidden,
+    token_logps,
+)
+
+LOSSES = ("full", "topk", "sampled", "forward", "jsd")
+
+
+@dataclass
+class Config(dlc.Config):
+    student: str | None = None  # Hugging Face causal LM (default: the tiny base of dlc.py)
+    teacher: str | None = None  # another with the same tokenizer (default: a tiny one, trained longer)
+    loss: str = "full"  # full topk sampled forward jsd
+    loss_k: int = 8  # K of the topk loss
+    correction: str = "reinforce"  # of the sampled loss: one of the eleven in dlc.py
+    group_size: int = 4  # responses to each prompt
+    calibrate: bool = False  # measure the mismatch budget; resumable
+    admit: bool = False  # check the named rollout configuration, or a standard list, against the budget
+    sensitivity: bool = False  # quantise one layer at a time, then find a recipe
+    capacity: float | None = None  # print the tokens of KV cache that fit in so many GiB
+    budget: str = "budget.json"  # where --calibrate writes and --admit reads
+    tolerance: float = 0.05  # quality that the budget may cost, in accuracy
+    levels: str = "0,0.1,0.2,0.3,0.4,0.6,0.8"  # noise levels that --calibrate trains at
+    seeds: int = 3  # runs at each level
+    target: float = 0.005  # mismatch that the recipe of --sensitivity aims at, nats a token
+
+
+UNUSED = {"model", "bias", "scale_advantage", "minibatches"}  # of dlc.Config: no options here
+
+
+def divergence(loss, student_logits, teacher_logits, k=8):
+    """The per-position loss of the table above: (..., V), (..., V) -> (...), nats, each at least 0."""
+    s, t = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    if loss == "full":
+        return (s.exp() * (s - t)).sum(-1)
+    if loss == "forward":
+        return (t.exp() * (t - s)).sum(-1)
+    if loss == "jsd":
+        m = torch.logaddexp(s, t) - torch.log(torch.tensor(2.0))
+        return ((s.exp() * (s - m)).sum(-1) + (t.exp() * (t - m)).sum(-1)) / 2
+    if loss == "topk":
+        head = s.topk(min(k, s.shape[-1])).indices
+        s, t = s.gather(-1, head), t.gather(-1, head)
+        rest_s, rest_t = ((1 - x.exp().sum(-1)).clamp_min(1e-6) for x in (s, t))
+        return (s.exp() * (s - t)).sum(-1) + rest_s * (rest_s / rest_t).log()
+    raise ValueError(f"loss {loss!r}: choose one of {', '.join(LOSSES)}")
+
+
+def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8, correction="reinforce",
+                 logq=None, **policies):  # fmt: skip
+    """Mean over the tokens of `mask` of one of the losses; logits (B, T, V), tokens and logq (B, T).
+
+    `sampled` needs tokens, and whatever `correction` looks at (policy_loss). ValueError: logits of
+    unequal vocabularies, a loss that does not exist, no tokens for `sampled`."""
+    if student_logits.shape != teacher_logits.shape:
+        raise ValueError(f"student and teacher logits differ in shape: {tuple(student_logits.shape)} and "
+                         f"{tuple(teacher_logits.shape)}; cut both to the real vocabulary")  # fmt: skip
+    if loss != "sampled":
+        return divergence(loss, student_logits, teacher_logits, k).where(mask, 0).sum() / max(1, int(mask.sum()))
+    if tokens is None:
+        raise ValueError("the sampled loss needs tokens, which were not given")
+    logp, logp_teacher = (x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in (student_logits, teacher_logits))
+    A = (logp_teacher - logp).detach()
+    return policy_loss(correction, logp, logp.detach() if logq is None else logq, A, mask, **policies)[0]
+
+
+class ChunkedDivergence(torch.autograd.Function):
+    """Σ of `divergence` over positions, with the output heads inside and a chunk of positions at a time, so
+    that no (N, V) tensor exists. A sum's gradient does not depend on what comes after it but for
+    one factor, so each chunk makes its gradient at once and nothing is computed twice.
+
+    hidden (N, D), head (V, D) of the student, hidden (N, D') and head (V', D') of the teacher -> ()"""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k, vocab):
+        total, rows = 0.0, max(1, LinearLogps.CHUNK // (3 * len(weight)))
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for i in range(0, len(hidden), rows):
+            n = slice(i, i + rows)
+            with torch.enable_grad():
+                h, w = hidden[n].detach().requires_grad_(), weight.detach().requires_grad_()
+                z, z_T = F.linear(h, w)[:, :vocab], F.linear(teacher_hidden[n], teacher_weight)[:, :vocab]
+                value = divergence(loss, z.float(), z_T.float(), k).sum()
+                d_hidden[n], d_w = torch.autograd.grad(value, (h, w))
+            d_weight += d_w
+            total = total + value.detach()
+        ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * grad, d_weight * grad, None, None, None, None, None
+
+
+# --------------------------------------------------------------------------------------------------
+# The loop.
+
+
+def check(cfg):
+    """`cfg` with its defaults filled in; ValueError, in one line, for a value that cannot be used."""
+    cfg = dataclasses.replace(cfg, model=cfg.student)
+    if (cfg.student is None) != (cfg.teacher is None):
+        raise ValueError("--student and --teacher: give both or neither")
+    if cfg.loss not in LOSSES:
+        raise ValueError(f"--loss {cfg.loss}: must be one of {', '.join(LOSSES)}")
+    for name, value, least in (("loss-k", cfg.loss_k, 1), ("seeds", cfg.seeds, 1), ("tolerance", cfg.tolerance, 0),
+                               ("target", cfg.target, 0), ("capacity", cfg.capacity or 1, 1e-6)):  # fmt: skip
+        if not least <= value < float("inf"):
+            raise ValueError(f"--{name} {value}: must be a number from {least} up")
+    if cfg.steps is None:
+        cfg.steps = 20 if cfg.student else 150
+    if cfg.lr is None:
+        cfg.lr = 1e-5 if cfg.student else 1e-3
+    return dlc.check(cfg)
+
+
+def load_teacher(cfg, student, tokenizer):
+    """(teacher, size of the vocabulary that both share). ValueError if they do not read the same ids."""
+    teacher, other = load_model(cfg.teacher or tiny_base(steps=1200), cfg.dtype, cfg.device)
+    mine, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if mine != theirs:
+        odd = sorted(set(mine.items()) ^ set(theirs.items()))[0]
+        raise ValueError(f"--teacher {cfg.teacher}: its tokenizer is not the student's ({len(theirs)} tokens against "
+                         f"{len(mine)}; {odd} is in one alone); choose a pair that shares one")  # fmt: skip
+    stops = [m.generation_config.eos_token_id for m in (student, teacher)]
+    if stops[0] != stops[1]:
+        raise ValueError(f"--teacher {cfg.teacher}: its stop tokens are {stops[1]}, the student's {stops[0]}; make them equal")
+    sizes = [len(m.get_output_embeddings().weight) for m in (student, teacher)]
+    if min(sizes) < len(mine):
+        raise ValueError(f"--teacher {cfg.teacher}: {min(sizes)} logits are too few for {len(mine)} tokens")
+    return teacher.requires_grad_(False), min(sizes)  # beyond the real tokens a head is padding
+
+
+def train(cfg):
+    """Run `cfg`; one flat dict a step. The last one also holds accuracies: student, teacher, distilled."""
+    cfg = check(cfg)
+    run = Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}")
+    model, sampler = run.model, run.sampler
+    teacher, vocab = load_teacher(cfg, model, run.tokenizer)
+    if run.rows:
+        before = {k: v for k, v in run.rows[0].items() if "accuracy" in k}
+    else:
+        exact = TorchSampler(teacher, "none", "none")
+        before = run.accuracies("_base") | dict(accuracy_teacher=dlc.accuracy(exact, run.held_out, run.tokenizer, cfg))
+    print(f"{run.folder}: {cfg.loss}; {cfg.sampler} sampler on {cfg.device}, weights {cfg.weights}, KV {cfg.kv}\n"
+          " step version  KL to teacher  reward  discrepancy      lag    ESS  syncs  tokens/s")  # fmt: skip
+
+    bar = tqdm(range(len(run.rows), cfg.steps), initial=len(run.rows), total=cfg.steps)
+    for step in bar:
+        # 1. The student samples from q.
+        start, seed = time.perf_counter(), cfg.seed * 1_000_003 + step
+        picked = torch.randperm(len(run.data), generator=torch.Generator().manual_seed(seed))[: cfg.prompts]
+        batch = [run.data[i] for i in picked for _ in range(cfg.group_size)]
+        rollout, version = sampler.sample([r["ids"] for r in batch], cfg.max_new_tokens, seed), sampler.version
+        broken = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
+        rollout.mask = rollout.mask & ~broken[:, None]  # drop a response with a log-prob of inf or NaN
+        seconds_sample, N = time.perf_counter() - start, max(1, int(rollout.mask.sum()))
+
+        # 2. The teacher scores what was drawn, and the loss pulls π to π_T.
+        seen, total, gap_q = [], 0.0, 0.0
+        for micro in torch.arange(len(batch)).split(cfg.micro_batch):
+            part = rollout[micro]
+            hidden = response_hidden(model, part)
+            with torch.no_grad():
+                hidden_teacher = response_hidden(teacher, part)
+                logp_teacher = token_logps(teacher, part, hidden=hidden_teacher)
+            with torch.set_grad_enabled(cfg.loss == "sampled"):
+                logp, head_logp = token_logps(model, part, head=True, hidden=hidden)
+            seen.append((logp.detach(), head_logp.detach()))
+            gap_q += float((part.logq - logp_teacher)[part.mask].sum())
+            if cfg.loss == "sampled":
+                A = (logp_teacher - logp).detach()  # the trainer's π, not the sampler's q
+                loss, _ = policy_loss(
+                    cfg.correction, logp, part.logq, A, part.mask, logp_stale=part.logp_stale, logp_anchor=logp.detach(),
+                    head_logp=head_logp, head_logq=part.head_logq, head_logp_stale=part.head_logp_stale,
+                    num_tokens=N, cap=cfg.cap, clip=cfg.clip)  # fmt: skip
+                total -= float(A[part.mask].sum())
+            else:
+                heads = model.get_output_embeddings().weight, teacher.get_output_embeddings().weight
+                value = ChunkedDivergence.apply(hidden, heads[0], hidden_teacher, heads[1], cfg.loss, cfg.loss_k, vocab)
+                loss, total = value / N, total + float(value)
+            loss.backward()
+            run.accumulate()
+        norm = run.step()
+
+        # 3. Measure both gaps and the ESS, sync by the same rules as dlc.py, log.
+        rewards, texts, stopped = dlc.grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
+        row = dict(step=step, version=version, teacher_kl=total / N, teacher_kl_by_q=gap_q / N, reward=sum(rewards) / len(rewards))
+        row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
+        reason = run.resync(step, row["ess" if cfg.ess_level == "sequence" else "ess_token"])
+        seconds = time.perf_counter() - start
+        row |= dict(synced=reason is not None, sync_reason=reason, grad_norm=norm, skipped=int(not norm < float("inf")),
+                    dropped=int(broken.sum()), truncated=1 - sum(stopped) / len(batch), kv_scales=sampler.kv_scales,
+                    seconds_sample=seconds_sample, seconds_train=seconds - seconds_sample,
+                    tokens_per_second=N / seconds)  # fmt: skip
+        run.log(row | (before if step == 0 else {}), dict(
+            step=step, prompt=batch[0]["prompt"], answer=batch[0]["answer"], completion=texts[0], reward=rewards[0]))  # fmt: skip
+        shown = "{step:5d} {version:7d} {teacher_kl:14.4f} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f}"
+        bar.write(shown.format(**row) + f" {sum(r['synced'] for r in run.rows):6d} {row['tokens_per_second']:9.0f}")
+    sampler.sync(model, cfg.steps)
+    run.rows[-1] |= before | run.accuracies()
+    run.finish()
+    return run.rows
+
+
+# --------------------------------------------------------------------------------------------------
+# One scale for every source, a budget on it, and what can be decided before training.
+
+PROBE = 32  # prompts, each answered once by q, on which a configuration's mismatch is measured
+
+
+def probe(cfg, model, data, **how):
+    """KL(q || π_stale) in nats a token of a sampler built as `how` says, on fixed prompts with `model`."""
+    how = dict(weights=cfg.weights, kv=cfg.kv, noise=cfg.noise) | how
+    sampler = TorchSampler(model, **how, head_k=cfg.head_k, seed=1, probe=[(r["ids"] * 32)[:32] for r in data[:4]])
+    drawn = sampler.sample([r["ids"] for r in data[:PROBE]], cfg.max_new_tokens, seed=1)
+    if not drawn.logq[drawn.mask].isfinite().all():
+        raise ValueError(f"{how}: this sampler gives log-probs that are inf or NaN; it cannot be admitted")
+    return mismatch(drawn.logp_stale, drawn.logq, drawn.mask, drawn.head_logp_stale, drawn.head_logq)["kl"]
+
+
+def untrained(cfg):
+    """(student before training, its tokenizer, training prompts): what every probe is made with."""
+    model, tokenizer = load_model(cfg.student or tiny_base(), cfg.dtype, cfg.device)
+    return model, tokenizer, dlc.load_data(cfg, tokenizer)[0]
+
+
+def fingerprint(cfg):
+    """What a budget holds for: the pair, the loss, and the run that gave it."""
+    keys = ("student", "teacher", "loss", "loss_k", "correction", "data", "steps", "lr", "prompts", "group_size")
+    return {k: getattr(cfg, k) for k in keys if k != "correction" or cfg.loss == "sampled"}
+
+
+def falling_fit(quality):
+    """Least-squares non-increasing fit (pool adjacent violators) of values at rising mismatch."""
+    blocks = []
+    for q in quality:
+        blocks.append([q, 1])
+        while len(blocks) > 1 and blocks[-2][0] < blocks[-1][0]:
+            (a, n), (b, m) = blocks[-2:]
+            blocks[-2:] = [[(a * n + b * m) / (n + m), n + m]]
+    return [q for q, n in blocks for _ in range(n)]
+
+
+def calibrate(cfg):
+    """Train at every noise level and seed, and find the largest mismatch that still costs at most `tolerance`.
+
+    Returns and writes the budget: `for` (fingerprint), `curve` (a row a level: noise, mismatch of the untrained
+    student, qualities over seeds, fitted quality), `lag` (lag in steps -> mismatch, from the clean
+    run's weights), `budget` in nats a token, `censored` (quality never fell), `seconds` of one training run."""
+    cfg = check(dataclasses.replace(cfg, weights="bf16", kv="bf16"))
+    levels = sorted(float(x) for x in cfg.levels.split(","))
+    model, _, data = untrained(cfg)
+    folder = Path(cfg.out or f"{Path(cfg.budget).with_suffix('')}-runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "runs.jsonl"
+    done = [json.loads(line) for line in log.open()] if log.exists() else []
+    for noise, seed in tqdm([(n, s) for s in range(cfg.seeds) for n in levels], desc="calibrate"):
+        key = dict(fingerprint(cfg), noise=noise, seed=seed)
+        if not any(r["key"] == key for r in done):
+            start = time.perf_counter()
+            out = str(folder / f"noise{noise}-seed{seed}-{time.time_ns()}")
+            rows = train(dataclasses.replace(cfg, noise=noise, seed=seed, sync_every=1, sync_ess=None, out=out, save_every=10**9))
+            done.append(dict(key=key, quality=rows[-1]["accuracy"], seconds=time.perf_counter() - start))
+            with log.open("a") as f:
+                print(json.dumps(done[-1]), file=f, flush=True)
+    # What a lag of D steps costs, from a clean run that never syncs: the gap after D updates, D = 1, 2, ...
+    clean = dataclasses.replace(cfg, noise=0.0, sync_every=0, sync_ess=None, steps=min(cfg.steps, 33), save_every=10**9,
+                                out=str(folder / f"lag-{time.time_ns()}"))  # fmt: skip
+    lag = {r["step"]: r["lag"] for r in train(clean)}
+    curve = []
+    for noise in levels:
+        runs = [r for r in done if r["key"] == dict(fingerprint(cfg), noise=noise, seed=r["key"]["seed"])][: cfg.seeds]
+        curve.append(dict(noise=noise, mismatch=probe(cfg, model, data, noise=noise), quality=[r["quality"] for r in runs]))
+    curve.sort(key=lambda r: r["mismatch"])
+    mean = [sum(r["quality"]) / len(r["quality"]) for r in curve]
+    for row, fitted in zip(curve, falling_fit(mean)):
+        row["fitted"] = fitted
+    good = [r["mismatch"] for r in curve if r["fitted"] >= mean[0] - cfg.tolerance]
+    seconds = sorted(r["seconds"] for r in done)[len(done) // 2]
+    result = {"for": fingerprint(cfg), "tolerance": cfg.tolerance, "budget": max(good), "censored": len(good) == len(curve),
+              "lag": lag, "curve": curve, "seconds": seconds}  # fmt: skip
+    write(Path(cfg.budget), lambda new: new.write_text(json.dumps(result, indent=1)))
+    write(Path(cfg.budget).with_suffix(".png"), lambda new: budget_figure(result, new))
+    return result
+
+
+def budget_figure(budget, path):
+    fig, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+    x = [r["mismatch"] for r in budget["curve"]]
+    for r in budget["curve"]:
+        ax.plot([r["mismatch"]] * len(r["quality"]), r["quality"], "o", color="0.6", ms=4)
+    ax.plot(x, [r["fitted"] for r in budget["curve"]], "C0-", label="falling fit of the means")
+    ax.axvline(budget["budget"], color="C3", ls="--", label=f"budget {budget['budget']:.3g} nats"
+               + (" (censored)" if budget["censored"] else ""))  # fmt: skip
+    ax.set(xscale="symlog", xlabel="mismatch KL(q || π), nats a token, untrained student", ylabel="accuracy after training")
+    ax.xaxis.get_major_locator().set_params(linthresh=1e-3)
+    ax.set_xscale("symlog", linthresh=1e-3)
+    ax.legend()
+    fig.savefig(path, dpi=130, format="png")
+    plt.close(fig)
+
+
+def admit(cfg, budget):
+    """Is the rollout configuration of `cfg` within `budget` (of `calibrate`)? Nothing is trained.
+
+    Returns `mismatch` (all sources together), `by_source` (each alone: weights, kv, noise, lag),
+    `budget`, `admitted`, `seconds`. The lag's share is read from the budget's curve and added; above
+    the tested range, of mismatch or of lag, the answer is no. ValueError: another pair's budget."""
+    cfg = check(cfg)
+    if budget["for"] != fingerprint(cfg):
+        odd = next(k for k, v in fingerprint(cfg).items() if budget["for"].get(k) != v)
+        raise ValueError(f"--budget {cfg.budget}: was made for {odd} {budget['for'].get(odd)!r}, not {getattr(cfg, odd)!r}; "
+                         "run --calibrate for this pair and loss")  # fmt: skip
+    model, _, data = untrained(cfg)
+    start = time.perf_counter()
+    keep = dlc.keep_list(cfg.keep_bf16, model)
+    parts = dict(weights=dict(kv="bf16", noise=0.0), kv=dict(weights="bf16", noise=0.0), noise=dict(weights="bf16", kv="bf16"))
+    by_source = {k: probe(cfg, model, data, keep_bf16=keep, **how) for k, how in parts.items()}
+    lag = str(cfg.lag or 0)
+    by_source["lag"] = {"0": 0.0, **budget["lag"]}.get(lag, float("inf"))
+    total = probe(cfg, model, data, keep_bf16=keep) + by_source["lag"]
+    return dict(mismatch=total, by_source=by_source, budget=budget["budget"], admitted=total <= budget["budget"],
+                seconds=time.perf_counter() - start)  # fmt: skip
+
+
+def sensitivity(cfg):
+    """[(module, KL when it alone is quantised)], most sensitive first: layers in --weights, their KV in --kv."""
+    cfg = check(cfg)
+    model, _, data = untrained(cfg)
+    stem, n = TorchSampler(model).stem, model.config.get_text_config().num_hidden_layers
+    layers, kvs = [f"{stem}.{i}" for i in range(n)], [f"{stem}.{i}.kv" for i in range(n)]
+    found = [(x, probe(cfg, model, data, kv="bf16", keep_bf16=[y for y in layers if y != x])) for x in tqdm(layers, desc="layers")]
+    if cfg.kv not in ("none", "bf16"):
+        found += [(x, probe(cfg, model, data, weights="bf16", keep_bf16=[y for y in kvs if y != x])) for x in tqdm(kvs, desc="KV")]
+    return sorted(found, key=lambda row: -row[1])
+
+
+def recipe(cfg, order):
+    """Keep the most sensitive modules in BF16, one by one, until the mismatch is under `target`."""
+    model, _, data = untrained(cfg)
+    for n in range(len(order) + 1):
+        keep = [name for name, _ in order[:n]]
+        if (kl := probe(cfg, model, data, keep_bf16=keep)) <= cfg.target:
+            break
+    return dict(model=dlc.model_fingerprint(model), keep_bf16=keep, mismatch=kl, weights=cfg.weights, kv=cfg.kv)
+
+
+def capacity(cfg):
+    """[(what, bytes a token, tokens that fit, ratio to BF16)] of the KV cache in `capacity` GiB, from the
+    bytes of real tensors: a layer's cache is filled with 256 tokens and weighed, scales included."""
+    shape = dict(layers=28, heads=8, size=128)
+    if cfg.student:
+        text = transformers.AutoConfig.from_pretrained(cfg.student).get_text_config()
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        shape = dict(layers=text.num_hidden_layers, heads=text.num_key_value_heads, size=size)
+    kept = [k for k in cfg.keep_bf16.split(",") if k.strip().endswith(".kv")] or ["one layer"]
+
+    def weigh(fmt):  # bytes of one layer's 256 tokens, and of its two float32 scales
+        layer, x = NarrowKV(fmt), torch.zeros(1, shape["heads"], 256, shape["size"], dtype=torch.bfloat16)
+        layer.update(x, x)
+        return layer.keys.nbytes + layer.values.nbytes, 8 if fmt in ("fp8", "fp8_e5m2") else 0
+
+    rows, memory = [], cfg.capacity * 2**30
+    for name, narrow in (("bf16", 0), ("fp8", shape["layers"]), (f"fp8, {len(kept)} layer's KV in bf16", shape["layers"] - len(kept))):
+        (wide, _), (thin, scales) = weigh("bf16"), weigh("fp8")
+        each = ((shape["layers"] - narrow) * wide + narrow * thin) / 256
+        tokens = int((memory - narrow * scales) // each)
+        rows.append((name, each, tokens, tokens / rows[0][2] if rows else 1.0))
+    return rows
+
+
+STANDARD = [dict(weights=w, kv=k) for w, k in (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"),
+            ("int8", "fp8"), ("nvfp4", "fp8"), ("int4", "fp8"), ("int3", "fp8"), ("int2", "fp8"))]  # fmt: skip
+
+
+def tools(cfg, named):
+    """What --calibrate, --admit, --sensitivity and --capacity print; the exit status."""
+    if cfg.capacity:
+        print(f"KV cache in {cfg.capacity} GiB{'':26}bytes/token      tokens   against bf16")
+        for name, each, tokens, ratio in capacity(cfg):
+            print(f"{name:44}{each:13,.1f}{tokens:12,d}{ratio:11.2f}x")
+        print("FP8 halves every layer that it covers; a layer kept in BF16 keeps its two bytes a value, and scales take 8 bytes a layer.")
+    elif cfg.calibrate:
+        b = calibrate(cfg)
+        for r in b["curve"]:
+            print(f"noise {r['noise']:5.2f}  mismatch {r['mismatch']:9.5f}  quality {sum(r['quality']) / len(r['quality']):.3f} "
+                  f"({min(r['quality']):.3f}-{max(r['quality']):.3f})  fitted {r['fitted']:.3f}")  # fmt: skip
+        print("RESULT " + json.dumps({k: b[k] for k in ("budget", "censored", "tolerance")}))
+    elif cfg.sensitivity:
+        order = sensitivity(cfg)
+        for name, kl in order:
+            print(f"{name:30}{kl:10.6f} {'#' * round(60 * kl / max(order[0][1], 1e-12))}")
+        found = recipe(check(cfg), order)
+        path = Path(cfg.out or "recipe.json")
+        write(path, lambda new: new.write_text(json.dumps(found, indent=1)))
+        print(f"{path}: keep {found['keep_bf16']} -> {found['mismatch']:.6f} nats a token, target {cfg.target}\nRESULT {json.dumps(found)}")
+    else:
+        if not Path(cfg.budget).is_file():
+            raise ValueError(f"--budget {cfg.budget}: no such file; run python opd.py --calibrate first")
+        budget = json.loads(Path(cfg.budget).read_text())
+        todo = [cfg] if named else [dataclasses.replace(cfg, **how) for how in STANDARD]
+        print(f"{'weights':10}{'kv':10}{'noise':>6}{'lag':>5}{'mismatch':>11}{'budget':>10}  verdict   by source")
+        for c in todo:
+            out = admit(copy.copy(c), budget)
+            print(f"{c.weights:10}{c.kv:10}{c.noise:6.2f}{c.lag or 0:5d}{out['mismatch']:11.5f}{out['budget']:10.5f}  "
+                  f"{'ADMIT ' if out['admitted'] else 'REJECT'}   " + ", ".join(f"{k} {v:.5f}" for k, v in out["by_source"].items())
+                  + f"; {out['seconds']:.2f} s, {out['seconds'] / budget['seconds']:.1%} of a training run")  # fmt: skip
+        return 3 if named and not out["admitted"] else 0
+    return 0
+
+
+def main(argv=None):
+    try:
+        cfg = parse(Config, argv, __doc__.splitlines()[0], UNUSED)
+        if cfg.capacity or cfg.calibrate or cfg.admit or cfg.sensitivity:
+            fields = {f.name: f.default for f in dataclasses.fields(cfg)}
+            return tools(cfg, any(getattr(cfg, k) != fields[k] for k in ("weights", "kv", "keep_bf16", "lag", "noise")))
+        last = train(cfg)[-1]
+    except (ValueError, OSError) as e:
+        return print(f"opd.py: error: {e}", file=sys.stderr) or 2
+    print(f"\n{'greedy accuracy, held out':32}")
+    for who, key in (("student before", "accuracy_base"), ("teacher", "accuracy_teacher"), ("student after", "accuracy"),
+                     ("its narrow copy, which samples", "accuracy_sampler")):  # fmt: skip
+        print(f"{who:32}{last[key]:7.3f}")
+    print("RESULT " + json.dumps({k: v for k, v in last.items() if k.startswith("accuracy")} | dict(steps=last["step"] + 1)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
