@@ -686,7 +686,7 @@ def train(cfg):
             clip_share=sum(s["clipped"] for s in stats) / row["tokens"], grad_norm=max(norms),
             weight_max=max(s["weight_max"] for s in stats), dropped=int(broken.sum()),
             skipped=sum(not x < float("inf") for x in norms), truncated=1 - sum(stopped) / len(batch),
-            kv_scales=sampler.kv_scales)  # fmt: skip
+            kv_scales=list(map(list, sampler.kv_scales)))  # fmt: skip
 
         # 5. Sync the sampler, if the rule says so.
         reason = run.resync(step, row["ess" if cfg.ess_level == "sequence" else "ess_token"])

@@ -26,6 +26,7 @@ Letters as in dlc.py; the teacher is never called q.  logp_teacher: log π_T.
 import copy
 import dataclasses
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def divergence(loss, student_logits, teacher_logits, k=8):
     if loss == "forward":
         return (t.exp() * (t - s)).sum(-1)
     if loss == "jsd":
-        m = torch.logaddexp(s, t) - torch.log(torch.tensor(2.0))
+        m = torch.logaddexp(s, t) - math.log(2)
         return ((s.exp() * (s - m)).sum(-1) + (t.exp() * (t - m)).sum(-1)) / 2
     if loss == "topk":
         head = s.topk(min(k, s.shape[-1])).indices
@@ -224,7 +225,7 @@ def train(cfg):
             else:
                 heads = model.get_output_embeddings().weight, teacher.get_output_embeddings().weight
                 value = ChunkedDivergence.apply(hidden, heads[0], hidden_teacher, heads[1], cfg.loss, cfg.loss_k, vocab)
-                loss, total = value / N, total + float(value)
+                loss, total = value / N, total + float(value.detach())
             loss.backward()
             run.accumulate()
         norm = run.step()
@@ -236,7 +237,7 @@ def train(cfg):
         reason = run.resync(step, row["ess" if cfg.ess_level == "sequence" else "ess_token"])
         seconds = time.perf_counter() - start
         row |= dict(synced=reason is not None, sync_reason=reason, grad_norm=norm, skipped=int(not norm < float("inf")),
-                    dropped=int(broken.sum()), truncated=1 - sum(stopped) / len(batch), kv_scales=sampler.kv_scales,
+                    dropped=int(broken.sum()), truncated=1 - sum(stopped) / len(batch), kv_scales=list(map(list, sampler.kv_scales)),
                     seconds_sample=seconds_sample, seconds_train=seconds - seconds_sample,
                     tokens_per_second=N / seconds)  # fmt: skip
         run.log(row | (before if step == 0 else {}), dict(
@@ -339,8 +340,7 @@ def budget_figure(budget, path):
     ax.plot(x, [r["fitted"] for r in budget["curve"]], "C0-", label="falling fit of the means")
     ax.axvline(budget["budget"], color="C3", ls="--", label=f"budget {budget['budget']:.3g} nats"
                + (" (censored)" if budget["censored"] else ""))  # fmt: skip
-    ax.set(xscale="symlog", xlabel="mismatch KL(q || π), nats a token, untrained student", ylabel="accuracy after training")
-    ax.xaxis.get_major_locator().set_params(linthresh=1e-3)
+    ax.set(xlabel="mismatch KL(q || π), nats a token, untrained student", ylabel="accuracy after training")
     ax.set_xscale("symlog", linthresh=1e-3)
     ax.legend()
     fig.savefig(path, dpi=130, format="png")
