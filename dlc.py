@@ -43,6 +43,7 @@ import time
 import typing
 from collections import deque
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 import matplotlib
@@ -209,7 +210,7 @@ def ess(log_ratio, mask, level="sequence"):
     if len(log_w) == 0:
         return 1.0
     w = (log_w - log_w.max()).exp()
-    return float(w.mean() ** 2 / (w**2).mean())
+    return min(1.0, float(w.mean() ** 2 / (w**2).mean()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -324,21 +325,31 @@ def reward(completion, answer, stopped, partial):
     if not re.fullmatch(number, answer.strip()):
         return float(completion.strip() == answer.strip())
     found = re.search(number, completion)
-    value = lambda text: float(text.replace(",", ""))
+    value = lambda text: Decimal(text.replace(",", ""))
     return float(found is not None and value(found[0]) == value(answer))
+
+
+def read_data(path):
+    """Rows of a JSONL file, each {"prompt": text, "answer": text}; ValueError names the first bad line."""
+    rows = []
+    for n, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        try:
+            row = {k: json.loads(line)[k] for k in ("prompt", "answer")} if line.strip() else None
+            good = row is None or all(isinstance(x, str) and x.strip() for x in row.values())
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if row and good:
+            rows.append(row)
+        elif not good:
+            raise ValueError(f'--data {path} line {n}: {line[:40].decode(errors='replace')!r} must be {{"prompt": text, "answer": '
+                             'text}, in UTF-8, neither of them empty')  # fmt: skip
+    return rows
 
 
 def load_data(cfg, tokenizer):
     """(training rows, held-out rows); a row holds prompt, answer and the prompt's token ids."""
     if cfg.data:
-        rows, held = [], None
-        for n, line in enumerate(Path(cfg.data).read_text(encoding="utf-8-sig").splitlines(), 1):
-            try:
-                rows.append({k: json.loads(line)[k] for k in ("prompt", "answer")})
-                assert all(isinstance(x, str) and x.strip() for x in rows[-1].values())
-            except (ValueError, KeyError, TypeError, AssertionError):
-                raise ValueError(f'--data {cfg.data} line {n}: {line[:40]!r} must be {{"prompt": '
-                                 'text, "answer": text}, neither of them empty') from None  # fmt: skip
+        rows, held = read_data(cfg.data), None
     else:  # every sum below a limit, in a fixed order; the tiny model writes the units digit first
         limit, held = (20, 64) if cfg.model else (100, 500)
         text, step = ("What is {} + {}? The answer is", 1) if cfg.model else ("{}+{}=", -1)
@@ -556,13 +567,14 @@ class Run:
 
 def measure(rollout, logp, head_logp, cap):
     """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
-    mask, n = rollout.mask, max(1, int(rollout.mask.sum()))
+    mask, count = rollout.mask, int(rollout.mask.sum())
+    n = max(1, count)
     numerics = mismatch(rollout.logp_stale, rollout.logq, mask, rollout.head_logp_stale, rollout.head_logq)
     lag = mismatch(logp, rollout.logp_stale, mask, head_logp, rollout.head_logp_stale)
     log_lag, rest = logp - rollout.logp_stale, tail(head_logp)
     entropy = -((head_logp.exp() * head_logp).sum(-1) + rest * rest.log())[mask].sum()
     row = dict(discrepancy=numerics["kl"], lag=lag["kl"], ess=ess(log_lag, mask), ess_token=ess(log_lag, mask, "token"))
-    row |= dict(head_mass=numerics["head_mass"], entropy=float(entropy) / n, tokens=n, length=n / len(mask))
+    row |= dict(head_mass=numerics["head_mass"], entropy=float(entropy) / n, tokens=count, length=count / len(mask))
     row["cap_share"] = float((ratio(logp, rollout.logq) > cap)[mask].sum()) / n
     rest = ("k1", "k3", "mean_abs", "max_abs")
     return row | {f"discrepancy_{k}": numerics[k] for k in rest} | {f"lag_{k}": lag[k] for k in rest}
@@ -614,6 +626,7 @@ def check(cfg):
     rules = [(k, getattr(cfg, k) in v, "one of " + ", ".join(v)) for k, v in known.items()] + [
         (k, getattr(cfg, k) is None or v <= getattr(cfg, k) < float("inf"), f"a number from {v} up")
         for k, v in least.items()] + [
+        ("seed", 0 <= cfg.seed < 2**40, "a number from 0 up to 2^40"),
         ("sync_ess", (cfg.sync_ess or 0) <= 1, "at most 1, a share of the batch"),
         ("lag", cfg.lag is None or cfg.sync_every is cfg.sync_ess is None, "alone: no --sync-every or --sync-ess"),
         ("minibatches", batch % max(1, cfg.minibatches) == 0, f"a divisor of the batch, {batch} responses"),
@@ -628,6 +641,8 @@ def check(cfg):
     for name, good, need in rules:
         if not good:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {need}")
+    if cfg.data:
+        read_data(cfg.data)  # before a model is made or loaded
     return cfg
 
 
@@ -655,7 +670,8 @@ def train(cfg):
         rewards, texts, stopped = grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
         R = torch.tensor(rewards, device=cfg.device).where(~broken, float("nan"))
         R = R.view(cfg.prompts, cfg.group_size)
-        A = (R - R.nanmean(1, keepdim=True)).nan_to_num(0)
+        A = R - R.nanmedian(1, keepdim=True).values  # exactly 0 where all are equal
+        A = (A - A.nanmean(1, keepdim=True)).nan_to_num(0)
         A = (A / (A.std(1, keepdim=True) + 1e-6) if cfg.scale_advantage else A).flatten()
 
         # 3. Update: one optimizer step a minibatch, its gradient summed over micro-batches.
@@ -683,7 +699,7 @@ def train(cfg):
         row = dict(step=step, version=version, reward=float(R.nanmean().nan_to_num(0)))
         row |= measure(rollout, *(map(torch.cat, zip(*seen)) if fresh is None else fresh), cfg.cap)
         row |= dict(
-            clip_share=sum(s["clipped"] for s in stats) / row["tokens"], grad_norm=max(norms),
+            clip_share=sum(s["clipped"] for s in stats) / max(1, row["tokens"]), grad_norm=max(norms),
             weight_max=max(s["weight_max"] for s in stats), dropped=int(broken.sum()),
             skipped=sum(not x < float("inf") for x in norms), truncated=1 - sum(stopped) / len(batch),
             kv_scales=list(map(list, sampler.kv_scales)))  # fmt: skip
@@ -719,7 +735,7 @@ def parse(config, argv, description, skip=()):
     for f in (f for f in dataclasses.fields(config) if f.name not in skip):
         kind = next(t for t in (bool, int, float, str) if t in (f.type, *typing.get_args(f.type)))
         how = dict(action="store_true") if kind is bool else dict(type=kind, metavar=kind.__name__.upper())
-        text = comments[f.name] + (f" (default: {f.default})" if f.default not in (None, False, "") else "")
+        text = comments[f.name] + (f" (default: {f.default})" if kind is not bool and f.default not in (None, "") else "")
         parser.add_argument("--" + f.name.replace("_", "-"), help=text, **how)
     given = vars(parser.parse_args(argv))
     if "resume" in given:

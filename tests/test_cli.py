@@ -1,0 +1,168 @@
+"""The command line of dlc.py: options, refusals before any work, data files, output. In process
+where it can be, so that a case costs milliseconds."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dlc
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = """correction weights kv keep-bf16 noise sync-every sync-ess lag ess-level model data
+    steps prompts group-size minibatches micro-batch lr optimizer dtype clip cap head-k
+    max-new-tokens seed device out resume save-every bias""".split()
+GOOD = [json.dumps(dict(prompt=f"{i}+1=", answer=str(i + 1))) for i in range(4)]
+FILES = dict(
+    broken='{"prompt": "1', missing='{"prompt": "1+1="}', array='["1+1=", "2"]', few=GOOD[0],
+    nothing=None, number='{"prompt": "1+1=", "answer": 2}', empty='{"prompt": "", "answer": "2"}',
+    blank='{"prompt": "1+1=", "answer": " "}', latin1='{"prompt": "\xe9", "answer": "e"}',
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def quick_base(tmp_path_factory):
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(tmp_path_factory.mktemp("base"))
+        return dlc.tiny_base(steps=2).resolve()
+
+
+@pytest.fixture
+def cli(quick_base, tmp_path, monkeypatch, capsys):
+    """cli("--a 1") -> (exit status, stdout, stderr), in a folder of bad files. cli.bases counts how
+    often the tiny base, seconds of training for a user, was asked for."""
+    monkeypatch.chdir(tmp_path)
+    for name, last in FILES.items():
+        Path(name).write_bytes("\n".join([] if last is None else [*GOOD, last]).encode("latin1"))
+    Path("bare").mkdir(), Path("full").mkdir(), Path("full/x").write_text("")
+
+    def run(command):
+        capsys.readouterr()
+        try:
+            code = dlc.main(shlex.split(command))
+        except SystemExit as e:
+            code = e.code
+        return code or 0, *capsys.readouterr()
+
+    run.bases = []
+    monkeypatch.setattr(dlc, "tiny_base", lambda: run.bases.append(1) or quick_base)
+    return run
+
+
+def python(*argv, cwd):
+    command = [sys.executable, str(ROOT / "dlc.py"), *argv]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_help_names_every_option_with_its_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    done = python("--help", cwd=tmp_path)
+    assert done.returncode == 0 and not list(tmp_path.iterdir())
+    text = dict(re.findall(r"^  --([\w-]+)(?: [A-Z]+)?\s+(\S.*)$", done.stdout, re.M))
+    assert set(OPTIONS) <= set(text) and min(map(len, text.values())) > 8
+    small, large = dlc.check(dlc.Config()), dlc.check(dlc.Config(model="x"))
+    for f in dlc.dataclasses.fields(dlc.Config):
+        said = text[f.name.replace("_", "-")]
+        if f.name in ("steps", "prompts", "lr", "max_new_tokens"):  # they depend on --model
+            a, b = getattr(small, f.name), getattr(large, f.name)
+            assert f"(default: {a}; {b} with --model)" in said
+        elif f.default not in (None, "") and f.type is not bool:
+            assert f"default: {f.default}" in said, f.name
+
+
+BAD = """--correction ppo|--weights fp4|--kv int8|--steps -1|--steps 0|--steps two|--lr nan|--lr 0
+--clip inf|--cap 0.5|--noise nan|--optimizer lion|--dtype float16|--ess-level batch|--group-size 1
+--lag -1|--lag 2 --sync-every 3|--lag 2 --sync-ess 0.5|--sync-ess 1.5|--sync-ess nan|--sync-every -1
+--minibatches 4 --prompts 2 --group-size 3|--micro-batch 3 --prompts 2 --group-size 4|--head-k 0
+--micro-batch 0|--max-new-tokens 0|--save-every 0|--device tpu|--device cuda:x|--model bare
+--model ./none|--seed 99999999999999999999|--data none|--data .|--out full|--out full/x
+--resume full|--resume none|--resum full|--stepz 3|--correctio dlc""".replace("\n", "|").split("|")
+BAD += [f"--data {x} --prompts 1" for x in "broken missing array number empty blank latin1".split()]
+BAD += [] if torch.cuda.is_available() else ["--device cuda"]
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_is_one_line_and_status_2(cli, command):
+    """A traceback, a message without the option and its value, or work done before the refusal."""
+    code, out, err = cli(command)
+    assert code == 2 and out == "" and err.count("\n") == 1, err
+    assert all(word in err for word in command.split()[:2]), err
+    assert not Path("runs").exists() and len(list(Path("full").iterdir())) == 1
+    assert not cli.bases, "the tiny base would have been trained first"
+
+
+@pytest.mark.parametrize("command, words", [
+    ("--keep-bf16 model.layers.9", "keep bf16 model.layers.9 model.layers.0"),
+    ("--data few", "--prompts 32"), ("--data nothing", "--prompts 32"),
+    ("--prompts 9999", "--prompts 9999")])  # fmt: skip
+def test_what_only_the_model_and_the_data_tell(cli, command, words):
+    code, out, err = cli(command)
+    assert code == 2 and err.count("\n") == 1 and not Path("runs").exists()
+    assert all(word in err for word in words.split()), err
+
+
+def test_a_refusal_as_a_process(tmp_path):
+    done = python("--correction", "grpo", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "--correction grpo" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_run_prints_columns_table_and_result(cli):
+    for i in (1, 2):  # a second run never touches the first
+        code, out, err = cli("--steps 1 --prompts 2 --group-size 2")
+        assert code == 0 and Path(f"runs/dlc-dlc-{i}/state.pt").is_file()
+    rows = [x.split() for x in out.splitlines()]
+    names = "step version reward discrepancy lag".split()
+    header = next(i for i, x in enumerate(rows) if x[:5] == names)
+    assert rows[header + 1][:2] == ["0", "0"] and len(rows[header + 1]) == len(rows[header])
+    assert re.search(r"before +after\n.*\d\.\d{3} +\d\.\d{3}\n.*\d\.\d{3} +\d\.\d{3}\nRESULT", out)
+    result = json.loads(out.splitlines()[-1].removeprefix("RESULT "))
+    assert {"accuracy_base", "accuracy", "accuracy_sampler_base", "accuracy_sampler"} <= set(result)
+    code, _, err = cli("--resume runs/dlc-dlc-2 --lr 1")
+    assert code == 2 and "--resume" in err and "--lr" in err and err.count("\n") == 1
+    code, *_ = cli("--resume runs/dlc-dlc-2 --steps 2")  # one step more, in the same folder
+    steps = [json.loads(x)["step"] for x in open("runs/dlc-dlc-2/metrics.jsonl")]
+    assert code == 0 and steps == [0, 1] and len(list(Path("runs").iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", [
+    "\n".join(GOOD), "\ufeff" + "\n".join(GOOD) + "\n", "\r\n".join(GOOD) + "\r\n",
+    "\n".join(x[:-1] + ', "extra": [1]}' for x in GOOD),
+    "\n".join(x.replace("+", "\u2028+") for x in GOOD)],
+    ids="no-last-newline bom crlf extra-field line-separator".split())  # fmt: skip
+def test_data_of_ones_own(cli, monkeypatch, text):
+    """U+2028 may stand inside a JSON string: only a newline ends a line of JSONL."""
+    partial = set()  # no partial credit outside the tiny task
+    monkeypatch.setattr(dlc, "reward", lambda *args: partial.add(args[-1]) or 0.0)
+    Path("my.jsonl").write_bytes(text.encode())
+    code, _, err = cli("--steps 1 --prompts 2 --group-size 2 --data my.jsonl --out mine")
+    assert code == 0 and partial == {False}, err
+    shown = json.loads(Path("mine/samples.jsonl").read_text())
+    lines = [json.loads(x) for x in text.removeprefix("\ufeff").split("\n") if x.strip()]
+    assert (shown["prompt"], shown["answer"]) in [(x["prompt"], x["answer"]) for x in lines]
+
+
+def test_bias_prints_every_correction(cli):
+    """In each of six tables the five terms are shares of one bias: a row sums to 100 %."""
+    code, out, _ = cli("--bias")
+    assert code == 0 and not Path("runs").exists()
+    rows = re.findall(r"^(\w+) +([\d.]+)((?: +-?[\d.]+){5})$", out, re.M)
+    assert [r[0] for r in rows] == list(dlc.CORRECTIONS) * 6
+    assert all(abs(sum(map(float, r[2].split())) - 100) < 0.4 for r in rows)
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="README.md missing")
+def test_every_readme_command_parses():
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    commands = re.findall(r"python dlc\.py(.*)", "\n".join(blocks).replace("\\\n", " "))
+    assert commands
+    for command in commands:
+        argv = shlex.split(re.split(r"&&|;|\|", command)[0], comments=True)
+        if "--help" not in argv:
+            dlc.parse(dlc.Config, ["--out" if x == "--resume" else x for x in argv], "")
