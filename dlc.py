@@ -341,8 +341,9 @@ def read_data(path):
         if row and good:
             rows.append(row)
         elif not good:
-            raise ValueError(f'--data {path} line {n}: {line[:40].decode(errors='replace')!r} must be {{"prompt": text, "answer": '
-                             'text}, in UTF-8, neither of them empty')  # fmt: skip
+            shown = line[:40].decode(errors="replace")
+            raise ValueError(f'--data {path} line {n}: {shown!r} must be {{"prompt": text, "answer": text}}, '
+                             "in UTF-8, neither of them empty")  # fmt: skip
     return rows
 
 
