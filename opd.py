@@ -155,7 +155,7 @@ def check(cfg):
         if not least <= value < float("inf"):
             raise ValueError(f"--{name} {value}: must be a number from {least} up")
     if cfg.steps is None:
-        cfg.steps = 20 if cfg.student else 150
+        cfg.steps = 20 if cfg.student else 300
     if cfg.lr is None:
         cfg.lr = 1e-5 if cfg.student else 1e-3
     return dlc.check(cfg)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -240,3 +241,19 @@ def test_capacity_is_1_93x_with_one_of_28_layers_kept(capsys, tmp_path):
     transformers.LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, head_dim=32).save_pretrained(tmp_path)
     rows = opd.capacity(opd.Config(capacity=0.001, student=str(tmp_path), keep_bf16="model.layers.0.kv"))
     assert abs(rows[2][3] - 2 * 3 / 4) < 1e-2
+
+
+def test_readme_commands_parse():
+    text = (Path(opd.__file__).parent / "README.md").read_text()
+    commands = [line.split("#")[0].split()[2:] for line in text.splitlines() if line.startswith("python opd.py")]
+    assert len(commands) >= 8
+    for argv in commands:
+        dlc.parse(opd.Config, argv, "", opd.UNUSED)
+
+
+def test_every_option_has_its_help(capsys):
+    with pytest.raises(SystemExit):
+        opd.main(["--help"])
+    shown = capsys.readouterr().out
+    for f in dataclasses.fields(opd.Config):
+        assert (f"--{f.name.replace('_', '-')} " in shown) == (f.name not in opd.UNUSED)
