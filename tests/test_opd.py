@@ -246,7 +246,7 @@ def test_capacity_is_1_93x_with_one_of_28_layers_kept(capsys, tmp_path):
 def test_readme_commands_parse():
     text = (Path(opd.__file__).parent / "README.md").read_text()
     commands = [line.split("#")[0].split()[2:] for line in text.splitlines() if line.startswith("python opd.py")]
-    assert len(commands) >= 8
+    assert len(commands) >= 7
     for argv in commands:
         dlc.parse(opd.Config, argv, "", opd.UNUSED)
 
