@@ -482,7 +482,9 @@ class Run:
         extra = dict(memory=cfg.sampler_memory) if cfg.sampler == "vllm" else {}
         self.sampler = kind_of(self.model, cfg.weights, cfg.kv, keep, cfg.noise, cfg.head_k, probe=probe,
                                seed=cfg.seed, rows=cfg.micro_batch, **extra)  # fmt: skip
-        self.past = deque([copy.deepcopy(self.model)], maxlen=(cfg.lag or 0) + 1)  # for --lag D
+        self.past = deque(maxlen=(cfg.lag or 0) + 1)  # with --lag D: the models of the last D+1 steps
+        if cfg.lag is not None:
+            self.past.append(copy.deepcopy(self.model))
         names = (Path(f"runs/{kind}-{i}") for i in itertools.count(1))
         self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
         if cfg.resume:
@@ -513,13 +515,25 @@ class Run:
             self.optimizer.step()
         self.optimizer.zero_grad()
         for p, w in zip(self.params, self.master):
-            p.data.copy_(w.data)
+            p.data.copy_(w.data) if w is not p else None
         return norm
 
-    def resync(self, step, share):
-        """After `step`: give the sampler the weights of now, or with --lag D those of D steps ago, if
-        a rule says so. `share`: the ESS of the lag / the batch. The rule that did, or None."""
-        cfg, version, weights = self.cfg, step + 1, self.model
+    def draw(self, step):
+        """(data rows, rollout, dropped): a group of responses to each of the step's prompts, from q. A
+        response with a log-prob of inf or NaN is masked out, and marked in `dropped` (B,)."""
+        cfg, seed = self.cfg, self.cfg.seed * 1_000_003 + step
+        picked = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(seed))[: cfg.prompts]
+        batch = [self.data[i] for i in picked for _ in range(cfg.group_size)]
+        rollout = self.sampler.sample([r["ids"] for r in batch], cfg.max_new_tokens, seed)
+        dropped = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
+        rollout.mask = rollout.mask & ~dropped[:, None]
+        return batch, rollout, dropped
+
+    def resync(self, row):
+        """After a step: give the sampler the weights of now, or with --lag D those of D steps ago, if a
+        rule says so; adds to `row` whether and why."""
+        cfg, version, weights = self.cfg, row["step"] + 1, self.model
+        share = row["ess" if cfg.ess_level == "sequence" else "ess_token"]
         due = cfg.sync_every and version - self.sampler.version >= cfg.sync_every
         reason = f"every {cfg.sync_every}" if due else None
         if not due and share < (cfg.sync_ess or 0):
@@ -530,10 +544,13 @@ class Run:
             reason = f"lag {cfg.lag}" if version != self.sampler.version else None
         if reason:
             self.sampler.sync(weights, version)
-        return reason
+        row |= dict(synced=reason is not None, sync_reason=reason)
 
-    def log(self, row, shown):
-        """Write a step's numbers and one of its samples at once; save every --save-every steps."""
+    def log(self, row, times, shown):
+        """Write a step's numbers and one of its samples at once; save every --save-every steps.
+        times: when the step began and when it had its rollouts, by perf_counter."""
+        start, drawn, end = *times, time.perf_counter()
+        row |= dict(seconds_sample=drawn - start, seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))
         self.rows.append(row)
         for file, x in zip(self.logs, (row, shown)):
             print(json.dumps(x), file=file, flush=True)
@@ -550,8 +567,9 @@ class Run:
         self.past.clear()
         for weights in state["sampled"]:
             self.model.load_state_dict(weights)
-            self.past.append(copy.deepcopy(self.model))
-        self.sampler.sync(self.past[0], state["version"])
+            if self.cfg.lag is not None:
+                self.past.append(copy.deepcopy(self.model))
+        self.sampler.sync(self.past[0] if self.past else self.model, state["version"])
         self.optimizer.load_state_dict(state["optimizer"])
         for p, w, saved in zip(self.params, self.master, state["master"]):
             p.data.copy_(w.data.copy_(saved))
@@ -659,17 +677,13 @@ def train(cfg):
     bar = tqdm(range(len(run.rows), cfg.steps), initial=len(run.rows), total=cfg.steps)
     for step in bar:
         # 1. Sample a group of responses to each prompt from q.
-        start, seed = time.perf_counter(), cfg.seed * 1_000_003 + step
-        picked = torch.randperm(len(run.data), generator=torch.Generator().manual_seed(seed))[: cfg.prompts]
-        batch = [run.data[i] for i in picked for _ in range(cfg.group_size)]
-        rollout, version = sampler.sample([r["ids"] for r in batch], cfg.max_new_tokens, seed), sampler.version
-        broken = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
-        rollout.mask = rollout.mask & ~broken[:, None]  # drop a response with a log-prob of inf or NaN
-        seconds_sample = time.perf_counter() - start
+        start, version = time.perf_counter(), sampler.version
+        batch, rollout, dropped = run.draw(step)
+        drawn = time.perf_counter()
 
         # 2. Reward, centred over the group of its prompt.
         rewards, texts, stopped = grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
-        R = torch.tensor(rewards, device=cfg.device).where(~broken, float("nan"))
+        R = torch.tensor(rewards, device=cfg.device).where(~dropped, float("nan"))
         R = R.view(cfg.prompts, cfg.group_size)
         A = R - R.nanmedian(1, keepdim=True).values  # exactly 0 where all are equal
         A = (A - A.nanmean(1, keepdim=True)).nan_to_num(0)
@@ -701,21 +715,19 @@ def train(cfg):
         row |= measure(rollout, *(map(torch.cat, zip(*seen)) if fresh is None else fresh), cfg.cap)
         row |= dict(
             clip_share=sum(s["clipped"] for s in stats) / max(1, row["tokens"]), grad_norm=max(norms),
-            weight_max=max(s["weight_max"] for s in stats), dropped=int(broken.sum()),
+            weight_max=max(s["weight_max"] for s in stats), dropped=int(dropped.sum()),
             skipped=sum(not x < float("inf") for x in norms), truncated=1 - sum(stopped) / len(batch),
             kv_scales=list(map(list, sampler.kv_scales)))  # fmt: skip
 
         # 5. Sync the sampler, if the rule says so.
-        reason = run.resync(step, row["ess" if cfg.ess_level == "sequence" else "ess_token"])
-        seconds = time.perf_counter() - start
-        row |= dict(synced=reason is not None, sync_reason=reason, seconds_sample=seconds_sample,
-                    seconds_train=seconds - seconds_sample, tokens_per_second=row["tokens"] / seconds)  # fmt: skip
+        run.resync(row)
 
         # 6. Log at once, show, save.
-        run.log(row | (before if step == 0 else {}), dict(
+        run.log(row | (before if step == 0 else {}), (start, drawn), dict(
             step=step, prompt=batch[0]["prompt"], answer=batch[0]["answer"], completion=texts[0], reward=rewards[0]))  # fmt: skip
-        shown = "{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f} {clip_share:8.1%}"
-        bar.write(shown.format(**row) + f" {sum(r['synced'] for r in run.rows):6d} {row['tokens_per_second']:9.0f}")
+        line = "{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f} {clip_share:8.1%}"
+        line += f" {sum(r['synced'] for r in run.rows):6d} {{tokens_per_second:9.0f}}"
+        bar.write(line.format(**run.rows[-1]))
     sampler.sync(model, cfg.steps)
     run.rows[-1] |= before | run.accuracies()
     run.finish(f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")

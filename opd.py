@@ -195,13 +195,9 @@ def train(cfg):
     bar = tqdm(range(len(run.rows), cfg.steps), initial=len(run.rows), total=cfg.steps)
     for step in bar:
         # 1. The student samples from q.
-        start, seed = time.perf_counter(), cfg.seed * 1_000_003 + step
-        picked = torch.randperm(len(run.data), generator=torch.Generator().manual_seed(seed))[: cfg.prompts]
-        batch = [run.data[i] for i in picked for _ in range(cfg.group_size)]
-        rollout, version = sampler.sample([r["ids"] for r in batch], cfg.max_new_tokens, seed), sampler.version
-        broken = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
-        rollout.mask = rollout.mask & ~broken[:, None]  # drop a response with a log-prob of inf or NaN
-        seconds_sample, N = time.perf_counter() - start, max(1, int(rollout.mask.sum()))
+        start, version = time.perf_counter(), sampler.version
+        batch, rollout, dropped = run.draw(step)
+        drawn, N = time.perf_counter(), max(1, int(rollout.mask.sum()))
 
         # 2. The teacher scores what was drawn, and the loss pulls π to π_T.
         seen, total, gap_q = [], 0.0, 0.0
@@ -234,16 +230,14 @@ def train(cfg):
         rewards, texts, stopped = dlc.grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
         row = dict(step=step, version=version, teacher_kl=total / N, teacher_kl_by_q=gap_q / N, reward=sum(rewards) / len(rewards))
         row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
-        reason = run.resync(step, row["ess" if cfg.ess_level == "sequence" else "ess_token"])
-        seconds = time.perf_counter() - start
-        row |= dict(synced=reason is not None, sync_reason=reason, grad_norm=norm, skipped=int(not norm < float("inf")),
-                    dropped=int(broken.sum()), truncated=1 - sum(stopped) / len(batch), kv_scales=list(map(list, sampler.kv_scales)),
-                    seconds_sample=seconds_sample, seconds_train=seconds - seconds_sample,
-                    tokens_per_second=N / seconds)  # fmt: skip
-        run.log(row | (before if step == 0 else {}), dict(
+        row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")), dropped=int(dropped.sum()),
+                    truncated=1 - sum(stopped) / len(batch), kv_scales=list(map(list, sampler.kv_scales)))  # fmt: skip
+        run.resync(row)
+        run.log(row | (before if step == 0 else {}), (start, drawn), dict(
             step=step, prompt=batch[0]["prompt"], answer=batch[0]["answer"], completion=texts[0], reward=rewards[0]))  # fmt: skip
-        shown = "{step:5d} {version:7d} {teacher_kl:14.4f} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f}"
-        bar.write(shown.format(**row) + f" {sum(r['synced'] for r in run.rows):6d} {row['tokens_per_second']:9.0f}")
+        line = "{step:5d} {version:7d} {teacher_kl:14.4f} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f}"
+        line += f" {sum(r['synced'] for r in run.rows):6d} {{tokens_per_second:9.0f}}"
+        bar.write(line.format(**run.rows[-1]))
     sampler.sync(model, cfg.steps)
     run.rows[-1] |= before | run.accuracies()
     run.finish(f"{cfg.loss}: weights {cfg.weights}, KV {cfg.kv}")
