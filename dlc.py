@@ -415,7 +415,7 @@ def load_model(path, dtype, device):
 def model_fingerprint(model):
     """What a recipe holds for: the architecture, its sizes, and a checksum of its norms' weights."""
     text = model.config.get_text_config()
-    norms = sum(float(p.double().sum()) for p in model.parameters() if p.dim() == 1)
+    norms = sum(float(p.detach().double().sum()) for p in model.parameters() if p.dim() == 1)
     return [text.model_type, text.num_hidden_layers, text.hidden_size, text.vocab_size, round(norms, 3)]
 
 
