@@ -53,16 +53,8 @@ from matplotlib import pyplot as plt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from sampler import (
-    FORMATS,
-    KV_FORMATS,
-    Rollout,
-    TorchSampler,
-    VLLMSampler,
-    mismatch,
-    tail,
-    token_logps,
-)
+from sampler import (FORMATS, KV_FORMATS, Rollout, TorchSampler, VLLMSampler, mismatch, tail,
+                     token_logps)  # fmt: skip
 
 matplotlib.use("Agg")
 transformers.utils.logging.disable_progress_bar()
@@ -393,7 +385,8 @@ def tiny_base(steps=350, width=64, layers=3):
         optimizer.step()
         optimizer.zero_grad()
     folder.parent.mkdir(exist_ok=True)
-    write(folder, lambda new: save_model(model, tokenizer, new))
+    if not folder.exists():  # else another process was faster, with the same weights
+        write(folder, lambda new: save_model(model, tokenizer, new))
     return folder
 
 

@@ -40,14 +40,8 @@ from tqdm import tqdm
 
 import dlc
 from dlc import Run, load_model, measure, parse, policy_loss, tiny_base, write
-from sampler import (
-    LinearLogps,
-    NarrowKV,
-    TorchSampler,
-    mismatch,
-    response_hidden,
-    token_logps,
-)
+from sampler import (LinearLogps, NarrowKV, TorchSampler, mismatch, response_hidden,
+                     token_logps)  # fmt: skip
 
 LOSSES = ("full", "topk", "sampled", "forward", "jsd")
 
@@ -60,6 +54,11 @@ class Config(dlc.Config):
     loss_k: int = 8  # K of the topk loss
     correction: str = "reinforce"  # of the sampled loss: one of the eleven in dlc.py
     group_size: int = 4  # responses to each prompt
+    steps: int | None = None  # batches (default: 300; 20 with --student)
+    prompts: int | None = None  # prompts in a batch (default: 32; 8 with --student)
+    lr: float | None = None  # learning rate (default: 0.001; 1e-05 with --student)
+    max_new_tokens: int | None = None  # longest response (default: 4; 12 with --student)
+    out: str | None = None  # the run's folder (default: runs/opd-LOSS-1, -2, ...)
     calibrate: bool = False  # measure the mismatch budget; resumable
     admit: bool = False  # check the named rollout configuration, or a standard list, against the budget
     sensitivity: bool = False  # quantise one layer at a time, then find a recipe

@@ -424,10 +424,10 @@ def test_the_samplers_weights_are_those_of_the_sync():
         for p in model.parameters():
             p.data += 0.05 * torch.randn_like(p)
     assert same(state(s.stale), history[3]) and same(state(s.engine), history[3])
-    r, old = s.sample(PROMPTS, 6, seed=0), tiny()
-    old.load_state_dict(history[3])
+    r, past = s.sample(PROMPTS, 6, seed=0), tiny()
+    past.load_state_dict(history[3])
     assert (r.version == 3).all() and r.version.shape == r.mask.shape
-    close(r.logp_stale, at(full(old, r), r) * r.mask)
+    close(r.logp_stale, at(full(past, r), r) * r.mask)
     assert (token_logps(model, r) - r.logp_stale).abs().max() > 0.01  # the lag is there
 
 
