@@ -255,7 +255,7 @@ def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, cl
     out = dict(estimate=gradient(-loss))
 
     head = lambda x: x.gather(-1, H)[:, :, None]  # (N, T, 1, K), beside every token a
-    w, centre, r = CORRECTIONS[correction](
+    w, centre, r = CORRECTIONS[correction](  # w and r at every token a; m and α once a position
         logp=logp, logq=logq, logp_stale=logp_stale, logp_anchor=logp_anchor, head_logp=head(logp),
         head_logq=head(logq), head_logp_stale=head(logp_stale), cap=cap, mis=(0.5, 5.0))  # fmt: skip
     c = torch.zeros_like(logp)
@@ -336,6 +336,8 @@ def read_data(path):
             shown = line[:40].decode(errors="replace")
             raise ValueError(f'--data {path} line {n}: {shown!r} must be {{"prompt": text, "answer": text}}, '
                              "in UTF-8, neither of them empty")  # fmt: skip
+    if not rows:
+        raise ValueError(f"--data {path}: holds no rows")
     return rows
 
 
@@ -351,7 +353,9 @@ def load_data(cfg, tokenizer):
         rows = [dict(prompt=text.format(a, b), answer=str(a + b)[::step]) for a, b in pairs]
     for row in rows:
         row["ids"] = tokenizer(row["prompt"])["input_ids"]
-    held = min(100, len(rows) // 10) if held is None else held
+        if not cfg.model and 12 in row["ids"]:
+            raise ValueError(f"--data {cfg.data}: {row['prompt'][:40]!r} holds more than the tiny model's 0-9 + =; give a --model")
+    held = min(100, max(1, len(rows) // 10)) if held is None else held
     if len(rows) - held < cfg.prompts:
         raise ValueError(f"--prompts {cfg.prompts}: there are only {len(rows) - held} to train on")
     return rows[held:], rows[:held]
@@ -385,8 +389,11 @@ def tiny_base(steps=350, width=64, layers=3):
         optimizer.step()
         optimizer.zero_grad()
     folder.parent.mkdir(exist_ok=True)
-    if not folder.exists():  # else another process was faster, with the same weights
+    try:
         write(folder, lambda new: save_model(model, tokenizer, new))
+    except OSError:  # another process was faster, with the same weights
+        if not folder.exists():
+            raise
     return folder
 
 
@@ -416,10 +423,12 @@ def keep_list(keep, model):
     """The modules of --keep-bf16: names after commas, or @FILE, a recipe made by opd.py --sensitivity."""
     if not keep.startswith("@"):
         return [k.strip() for k in keep.split(",") if k.strip()]
-    recipe = json.loads(Path(keep[1:]).read_text())
-    if not isinstance(recipe, dict) or not {"model", "keep_bf16"} <= set(recipe):
-        raise ValueError(f"--keep-bf16 {keep}: not a recipe; make one with python opd.py --sensitivity")
-    if recipe["model"] != model_fingerprint(model):
+    try:
+        recipe = json.loads(Path(keep[1:]).read_text())
+        recipe["model"], recipe["keep_bf16"] = recipe["model"], list(recipe["keep_bf16"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"--keep-bf16 {keep}: no recipe ({e}); make one with python opd.py --sensitivity") from None
+    if model is not None and recipe["model"] != model_fingerprint(model):
         raise ValueError(f"--keep-bf16 {keep}: made for {recipe['model']}, this is {model_fingerprint(model)}")
     return recipe["keep_bf16"]
 
@@ -451,10 +460,12 @@ def accuracy(sampler, rows, tokenizer, cfg):
 def write(path, save):
     """`save(temporary path)`, then rename."""
     new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    save(new)
-    if path.is_dir():
-        shutil.rmtree(path)
-    os.replace(new, path)
+    try:
+        save(new)
+        os.replace(new, path)
+    finally:  # on an error nothing is left over
+        shutil.rmtree(new, ignore_errors=True)
+        new.unlink(missing_ok=True)
 
 
 class Run:
@@ -478,12 +489,13 @@ class Run:
         self.past = deque(maxlen=(cfg.lag or 0) + 1)  # with --lag D: the models of the last D+1 steps
         if cfg.lag is not None:
             self.past.append(copy.deepcopy(self.model))
-        names = (Path(f"runs/{kind}-{i}") for i in itertools.count(1))
-        self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
         if cfg.resume:
+            self.folder = Path(cfg.resume)
             self.restore()
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            names = (Path(f"runs/{kind}-{i}") for i in itertools.count(1))
+            self.folder = Path(cfg.out or next(f for f in names if not f.exists()))
+            self.folder.mkdir(parents=True, exist_ok=bool(cfg.out))
             versions = dict(torch=torch.__version__, transformers=transformers.__version__)
             config = json.dumps(dataclasses.asdict(cfg) | dict(versions=versions), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
@@ -570,9 +582,14 @@ class Run:
             lines = (self.folder / name).read_text().splitlines(True)[: state["step"] + 1]
             write(self.folder / name, lambda new: new.write_text("".join(lines)))
         self.rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+        if len(self.rows) > self.cfg.steps:
+            raise ValueError(f"--steps {self.cfg.steps}: {self.folder} has {len(self.rows)} steps already")
 
     def finish(self, title):
         """Save the model in Hugging Face form, and the figure."""
+        result = {k: v for k, v in self.rows[-1].items() if k.startswith("accuracy")}
+        write(self.folder / "result.json", lambda new: new.write_text(json.dumps(result)))
+        shutil.rmtree(self.folder / "model", ignore_errors=True)
         write(self.folder / "model", lambda new: save_model(self.model, self.tokenizer, new))
         write(self.folder / "curves.png", lambda new: figure(self.rows, new, title))
 
@@ -678,7 +695,7 @@ def train(cfg):
         rewards, texts, stopped = grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
         R = torch.tensor(rewards, device=cfg.device).where(~dropped, float("nan"))
         R = R.view(cfg.prompts, cfg.group_size)
-        A = R - R.nanmedian(1, keepdim=True).values  # exactly 0 where all are equal
+        A = R - R.nanmedian(1, keepdim=True).values  # first the median: exactly 0 where all are equal
         A = (A - A.nanmean(1, keepdim=True)).nan_to_num(0)
         A = (A / (A.std(1, keepdim=True) + 1e-6) if cfg.scale_advantage else A).flatten()
 
@@ -747,11 +764,17 @@ def parse(config, argv, description, skip=()):
     if "resume" in given:
         if other := set(given) - {"resume", "steps"}:
             raise ValueError(f"--resume: all but --steps comes from that run; leave out --{other.pop()}")
-        saved = Path(given["resume"]) / "config.json"
-        if not saved.is_file():
-            raise ValueError(f"--resume {given['resume']}: must be a run's folder; it has no config.json")
-        given = {k: v for k, v in json.loads(saved.read_text()).items() if k != "versions"} | given
-    return config(**given)
+        try:
+            stored = json.loads((Path(given["resume"]) / "config.json").read_text())
+            del stored["versions"]
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"--resume {given['resume']}: must be a run's folder; its config.json is bad ({e})") from None
+        if set(stored) != {f.name for f in dataclasses.fields(config)}:
+            raise ValueError(f"--resume {given['resume']}: must be a run of this script; its options are others")
+        given = stored | given
+    made = config(**given)
+    made.given = set(given)  # the options that were really given
+    return made
 
 
 def main(argv=None):
@@ -762,6 +785,8 @@ def main(argv=None):
         last = train(cfg)[-1]
     except (ValueError, OSError) as e:
         return print(f"dlc.py: error: {e}", file=sys.stderr) or 2
+    except KeyboardInterrupt:
+        return print("dlc.py: interrupted; go on from the last saved step with --resume", file=sys.stderr) or 130
     print(f"\n{'greedy accuracy, held out':28}  before   after")
     for who, key in (("trainer's model, π", "accuracy"), ("its narrow copy, which samples", "accuracy_sampler")):
         print(f"{who:30}{last[key + '_base']:7.3f} {last[key]:7.3f}")

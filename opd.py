@@ -27,6 +27,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def check(cfg):
     if cfg.loss not in LOSSES:
         raise ValueError(f"--loss {cfg.loss}: must be one of {', '.join(LOSSES)}")
     for name, value, least in (("loss-k", cfg.loss_k, 1), ("seeds", cfg.seeds, 1), ("tolerance", cfg.tolerance, 0),
-                               ("target", cfg.target, 0), ("capacity", cfg.capacity or 1, 1e-6)):  # fmt: skip
+                               ("target", cfg.target, 0)):  # fmt: skip
         if not least <= value < float("inf"):
             raise ValueError(f"--{name} {value}: must be a number from {least} up")
     if cfg.steps is None:
@@ -267,8 +268,9 @@ def untrained(cfg):
 
 def fingerprint(cfg):
     """What a budget holds for: the pair, the loss, and the run that gave it."""
-    keys = ("student", "teacher", "loss", "loss_k", "correction", "data", "steps", "lr", "prompts", "group_size")
-    return {k: getattr(cfg, k) for k in keys if k != "correction" or cfg.loss == "sampled"}
+    keys = ["student", "teacher", "loss", "loss_k", "data", "steps", "lr", "prompts", "group_size", "optimizer",
+            "max_new_tokens", "dtype"] + ["correction", "clip", "cap"] * (cfg.loss == "sampled")  # fmt: skip
+    return {k: getattr(cfg, k) for k in keys}
 
 
 def falling_fit(quality):
@@ -288,36 +290,43 @@ def calibrate(cfg):
     Returns and writes the budget: `for` (fingerprint), `curve` (a row a level: noise, mismatch of the untrained
     student, qualities over seeds, fitted quality), `lag` (lag in steps -> mismatch, from the clean
     run's weights), `budget` in nats a token, `censored` (quality never fell), `seconds` of one training run."""
-    cfg = check(dataclasses.replace(cfg, weights="bf16", kv="bf16"))
-    levels = sorted(float(x) for x in cfg.levels.split(","))
-    model, _, data = untrained(cfg)
     folder = Path(cfg.out or f"{Path(cfg.budget).with_suffix('')}-runs")
+    cfg = check(dataclasses.replace(cfg, weights="bf16", kv="bf16", out=None, lag=None, sync_every=None, sync_ess=None))
+    try:
+        levels = sorted({float(x) for x in cfg.levels.split(",")})
+        assert levels[0] == 0 and levels[-1] < float("inf")
+    except (ValueError, AssertionError):
+        raise ValueError(f"--levels {cfg.levels}: must be numbers after commas, 0 (the clean run) among them") from None
+    model, _, data = untrained(cfg)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "runs.jsonl"
     done = [json.loads(line) for line in log.open()] if log.exists() else []
-    for noise, seed in tqdm([(n, s) for s in range(cfg.seeds) for n in levels], desc="calibrate"):
-        key = dict(fingerprint(cfg), noise=noise, seed=seed)
+
+    def once(key, value, **how):  # train if runs.jsonl has no such run; the row that it has
+        key = fingerprint(cfg) | key
         if not any(r["key"] == key for r in done):
-            start = time.perf_counter()
-            out = str(folder / f"noise{noise}-seed{seed}-{time.time_ns()}")
-            rows = train(dataclasses.replace(cfg, noise=noise, seed=seed, sync_every=1, sync_ess=None, out=out, save_every=10**9))
-            done.append(dict(key=key, quality=rows[-1]["accuracy"], seconds=time.perf_counter() - start))
+            start, out = time.perf_counter(), str(folder / str(time.time_ns()))
+            run = train(dataclasses.replace(cfg, sync_ess=None, out=out, save_every=10**9, **how))
+            done.append(dict(key=key, value=value(run), seconds=time.perf_counter() - start))
             with log.open("a") as f:
                 print(json.dumps(done[-1]), file=f, flush=True)
-    # What a lag of D steps costs, from a clean run that never syncs: the gap after D updates, D = 1, 2, ...
-    clean = dataclasses.replace(cfg, noise=0.0, sync_every=0, sync_ess=None, steps=min(cfg.steps, 33), save_every=10**9,
-                                out=str(folder / f"lag-{time.time_ns()}"))  # fmt: skip
-    lag = {r["step"]: r["lag"] for r in train(clean)}
-    curve = []
-    for noise in levels:
-        runs = [r for r in done if r["key"] == dict(fingerprint(cfg), noise=noise, seed=r["key"]["seed"])][: cfg.seeds]
-        curve.append(dict(noise=noise, mismatch=probe(cfg, model, data, noise=noise), quality=[r["quality"] for r in runs]))
+        return next(r for r in done if r["key"] == key)
+
+    order = [(n, s) for s in range(cfg.seeds) for n in levels]
+    runs = {(n, s): once(dict(noise=n, seed=s), lambda run: run[-1]["accuracy"], noise=n, seed=s, sync_every=1)
+            for n, s in tqdm(order, desc="calibrate")}  # fmt: skip
+    # What a lag of D steps costs: the gap after D updates in a clean run that never syncs, D = 0, 1, ...
+    steps = min(cfg.steps, 33)
+    lag = once(dict(lag=steps), lambda run: {str(r["step"]): r["lag"] for r in run}, noise=0.0, steps=steps, sync_every=0)["value"]
+    curve = [dict(noise=n, mismatch=probe(cfg, model, data, noise=n), quality=[runs[n, s]["value"] for s in range(cfg.seeds)])
+             for n in levels]  # fmt: skip
     curve.sort(key=lambda r: r["mismatch"])
     mean = [sum(r["quality"]) / len(r["quality"]) for r in curve]
     for row, fitted in zip(curve, falling_fit(mean)):
         row["fitted"] = fitted
-    good = [r["mismatch"] for r in curve if r["fitted"] >= mean[0] - cfg.tolerance]
-    seconds = sorted(r["seconds"] for r in done)[len(done) // 2]
+    clean = next(m for m, r in zip(mean, curve) if r["noise"] == 0)
+    good = [r["mismatch"] for r in curve if r["fitted"] >= clean - cfg.tolerance] or [curve[0]["mismatch"]]
+    seconds = sorted(r["seconds"] for r in runs.values())[len(runs) // 2]
     result = {"for": fingerprint(cfg), "tolerance": cfg.tolerance, "budget": max(good), "censored": len(good) == len(curve),
               "lag": lag, "curve": curve, "seconds": seconds}  # fmt: skip
     write(Path(cfg.budget), lambda new: new.write_text(json.dumps(result, indent=1)))
@@ -350,7 +359,7 @@ def admit(cfg, budget):
     if budget["for"] != fingerprint(cfg):
         odd = next(k for k, v in fingerprint(cfg).items() if budget["for"].get(k) != v)
         raise ValueError(f"--budget {cfg.budget}: was made for {odd} {budget['for'].get(odd)!r}, not {getattr(cfg, odd)!r}; "
-                         "run --calibrate for this pair and loss")  # fmt: skip
+                         "repeat the options given to --calibrate, or calibrate for these")  # fmt: skip
     model, _, data = untrained(cfg)
     start = time.perf_counter()
     keep = dlc.keep_list(cfg.keep_bf16, model)
@@ -393,7 +402,10 @@ def capacity(cfg):
         text = transformers.AutoConfig.from_pretrained(cfg.student).get_text_config()
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         shape = dict(layers=text.num_hidden_layers, heads=text.num_key_value_heads, size=size)
-    kept = [k for k in cfg.keep_bf16.split(",") if k.strip().endswith(".kv")] or ["one layer"]
+    names = {k for k in dlc.keep_list(cfg.keep_bf16, None) if k.endswith(".kv")}
+    if bad := [k for k in names if not re.search(r"\.(\d+)\.kv$", k) or int(k.split(".")[-2]) >= shape["layers"]]:
+        raise ValueError(f"--keep-bf16 {bad[0]}: no such layer's KV; there are {shape['layers']} layers, from model.layers.0.kv")
+    kept = names or ["one layer"]
 
     def weigh(fmt):  # bytes of one layer's 256 tokens, and of its two float32 scales
         layer, x = NarrowKV(fmt), torch.zeros(1, shape["heads"], 256, shape["size"], dtype=torch.bfloat16)
@@ -415,7 +427,9 @@ STANDARD = [dict(weights=w, kv=k) for w, k in (("bf16", "bf16"), ("bf16", "fp8")
 
 def tools(cfg, named):
     """What --calibrate, --admit, --sensitivity and --capacity print; the exit status."""
-    if cfg.capacity:
+    if cfg.capacity is not None:
+        if not 0 < cfg.capacity < float("inf"):
+            raise ValueError(f"--capacity {cfg.capacity}: must be a number of GiB above 0")
         print(f"KV cache in {cfg.capacity} GiB{'':26}bytes/token      tokens   against bf16")
         for name, each, tokens, ratio in capacity(cfg):
             print(f"{name:44}{each:13,.1f}{tokens:12,d}{ratio:11.2f}x")
@@ -437,7 +451,11 @@ def tools(cfg, named):
     else:
         if not Path(cfg.budget).is_file():
             raise ValueError(f"--budget {cfg.budget}: no such file; run python opd.py --calibrate first")
-        budget = json.loads(Path(cfg.budget).read_text())
+        try:
+            budget = json.loads(Path(cfg.budget).read_text())
+            assert {"for", "budget", "lag", "seconds"} <= set(budget)
+        except (ValueError, AssertionError, TypeError):
+            raise ValueError(f"--budget {cfg.budget}: not a budget; run python opd.py --calibrate") from None
         todo = [cfg] if named else [dataclasses.replace(cfg, **how) for how in STANDARD]
         print(f"{'weights':10}{'kv':10}{'noise':>6}{'lag':>5}{'mismatch':>11}{'budget':>10}  verdict   by source")
         for c in todo:
@@ -452,12 +470,13 @@ def tools(cfg, named):
 def main(argv=None):
     try:
         cfg = parse(Config, argv, __doc__.splitlines()[0], UNUSED)
-        if cfg.capacity or cfg.calibrate or cfg.admit or cfg.sensitivity:
-            fields = {f.name: f.default for f in dataclasses.fields(cfg)}
-            return tools(cfg, any(getattr(cfg, k) != fields[k] for k in ("weights", "kv", "keep_bf16", "lag", "noise")))
+        if cfg.capacity is not None or cfg.calibrate or cfg.admit or cfg.sensitivity:
+            return tools(cfg, cfg.given & {"weights", "kv", "keep_bf16", "lag", "noise"})
         last = train(cfg)[-1]
     except (ValueError, OSError) as e:
         return print(f"opd.py: error: {e}", file=sys.stderr) or 2
+    except KeyboardInterrupt:
+        return print("opd.py: interrupted; go on from the last saved step with --resume", file=sys.stderr) or 130
     print(f"\n{'greedy accuracy, held out':32}")
     for who, key in (("student before", "accuracy_base"), ("teacher", "accuracy_teacher"), ("student after", "accuracy"),
                      ("its narrow copy, which samples", "accuracy_sampler")):  # fmt: skip

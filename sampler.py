@@ -524,6 +524,9 @@ class VLLMSampler(TorchSampler):
             self.engine = self._ask("start", vllm.LLM, folder, dtype=str(self.dtype).removeprefix("torch."), seed=self.seed,
                                     skip_tokenizer_init=True, max_logprobs=self.head_k, logprobs_mode="processed_logprobs",
                                     kv_cache_dtype=kv, kv_cache_dtype_skip_layers=kept, **options)  # fmt: skip
+        made = self.engine.llm_engine.vllm_config.model_config
+        if made.max_logprobs < self.head_k or made.logprobs_mode != "processed_logprobs":
+            raise ValueError(f"vLLM gives {made.max_logprobs} {made.logprobs_mode}; head_k {self.head_k} processed_logprobs are needed")
         self.kv_scales, self.first_gap = [(1.0, 1.0)] * self.layers, None
 
     def _load(self):
