@@ -234,7 +234,8 @@ def c5():
     same = float((out["sc"]["token"] - out["reinforce"]["token"]).norm())
     good = (norm["sc"]["drift"] < 1e-14) + (norm["sc"]["token"] > 1e-6 and same < 1e-14)
     good += norm["is"]["token"] < 1e-14 and norm["is"]["drift"] < 1e-14
-    return good, 3, "; ".join(f"{c}: token {n['token']:.1e} drift {n['drift']:.1e}" for c, n in norm.items())
+    size = lambda x: f"{x:.1e}" if x > 1e-14 else "0"
+    return good, 3, "; ".join(f"{c}: token {size(n['token'])} drift {size(n['drift'])}" for c, n in norm.items())
 
 
 def c6():
@@ -260,9 +261,9 @@ def c8():
 def claims(_):
     for name, claim in dict(C1=c1, C2=c2, C3=c3, C4=c4, C5=c5, C6=c6, C8=c8).items():
         found = claim()
-        good, of, said = found or (0, 1, "no log yet: run the experiment above")
+        good, of, said = found or (0, 1, "no log yet")
         word = "not run" if found is None else "reproduced" if good == of else "partly" if good else "not reproduced"
-        print(f"{name} {word}. {' '.join(claim.__doc__.split())}\n   {said}")
+        print(f"{name} {word}\n   " + said.replace("; ", "\n   "))
 
 
 def main():

@@ -1,0 +1,44 @@
+"""The README shows what the committed logs say: the claims are recomputed and compared word by word."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("experiments", ROOT / "notebooks" / "experiments.py")
+experiments = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(experiments)
+
+
+def test_readme_equals_the_logs(capsys):
+    experiments.claims(None)
+    shown = capsys.readouterr().out
+    assert "C5 reproduced" in shown and shown in (ROOT / "README.md").read_text()
+
+
+def test_a_claim_can_fail(monkeypatch, capsys):
+    """A lag that shrinks is no growing lag; a missing log is no verdict."""
+    runs = experiments.rows("gaps")
+    for r in runs:
+        r["curves"]["lag"] = r["curves"]["lag"][::-1]
+    monkeypatch.setattr(experiments, "rows", lambda name: runs)
+    assert experiments.c1()[0] == 0
+    monkeypatch.setattr(experiments, "rows", lambda name: [])
+    experiments.claims(None)
+    assert "C1 not run" in capsys.readouterr().out
+
+
+def test_cells_that_are_equal_by_identity_are_equal(tmp_path, monkeypatch):
+    """The grid runs one of each such pair; here both are run, for a few steps, and every number is the same."""
+    import dlc
+
+    monkeypatch.chdir(tmp_path)
+    base = dlc.tiny_base(2)
+    monkeypatch.setattr(dlc, "tiny_base", lambda: base)
+    quiet = ("seconds_sample", "seconds_train", "tokens_per_second", "clip_share", "weight_max")
+    for regime, pairs in experiments.SAME.items():
+        how = experiments.REGIMES[regime] | dict(steps=3, prompts=4, lr=1e-3, device="cpu")
+        for name, twin in pairs.items():
+            a, b = (dlc.train(dlc.Config(correction=c, **how)) for c in (name, twin))
+            for x, y in zip(a, b):
+                for k in set(x) - set(quiet):
+                    assert x[k] == y[k] or abs(x[k] - y[k]) <= 1e-4 * abs(y[k]) + 1e-6, (regime, name, k)
