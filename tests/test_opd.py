@@ -1,5 +1,6 @@
 """On-policy distillation: losses against sums, the direction of the KL, zero at the teacher, budgets and refusals."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -55,6 +56,12 @@ def test_topk_is_a_lower_bound_at_least_zero_and_full_at_the_whole_vocabulary():
         assert torch.allclose(by_k[-1], full, atol=1e-5)
 
 
+def test_topk_head_is_the_students():
+    student, teacher = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.1, 0.2, 0.7])
+    want = 0.7 * math.log(0.7 / 0.1) + 0.3 * math.log(0.3 / 0.9)  # token 0 and one bucket
+    assert abs(float(opd.divergence("topk", student.log(), teacher.log(), 1)) - want) < 1e-6
+
+
 @pytest.mark.parametrize("loss", opd.LOSSES)
 def test_teacher_equal_to_student_gives_no_loss_and_no_gradient_and_another_gives_another(loss):
     tokens = torch.tensor([[0, 1, 2], [3, 4, 5]])
@@ -88,14 +95,14 @@ def test_sampled_with_is_has_the_expectation_of_full_under_q():
 @pytest.mark.parametrize("loss", ["full", "topk", "forward", "jsd"])
 def test_chunks_equal_the_whole(loss, monkeypatch):
     monkeypatch.setattr(S.LinearLogps, "CHUNK", 3 * 11 * 2)  # two positions at a time
-    h, w, ht, wt = torch.randn(7, 8), torch.randn(11, 8), torch.randn(7, 4), torch.randn(13, 4)
+    h, w, ht, wt = torch.randn(7, 8), torch.randn(12, 8), torch.randn(7, 4), torch.randn(13, 4)
     grads = []
     for chunked in (True, False):
         a, b = h.clone().requires_grad_(), w.clone().requires_grad_()
         if chunked:
             value = opd.ChunkedDivergence.apply(a, b, ht, wt, loss, 3, 11)
-        else:  # the teacher's rows 11 and 12 are padding of its embedding
-            value = opd.divergence(loss, a @ b.T, (ht @ wt.T)[:, :11], 3).sum()
+        else:  # rows 11 and up are padding of the embeddings
+            value = opd.divergence(loss, (a @ b.T)[:, :11], (ht @ wt.T)[:, :11], 3).sum()
         (value / 5).backward()
         grads.append((value.detach(), a.grad, b.grad))
     for x, y in zip(*grads):
@@ -158,6 +165,53 @@ def test_training_comes_closer_to_the_teacher(here, how):
     assert all(r["discrepancy"] < 0.01 and r["lag"] < 1e-9 for r in rows)
 
 
+@pytest.mark.parametrize("how", [dict(loss="full"), dict(loss="topk", loss_k=3),
+                                 dict(loss="sampled"),
+                                 dict(loss="sampled", correction="tis", cap=1.05),
+                                 dict(loss="sampled", correction="dlc_tis", cap=1.05, clip=0.01)])
+def test_a_step_is_the_gradient_of_distill_loss_over_the_whole_batch(here, how, monkeypatch):
+    """With both gaps, in micro-batches, one response broken: distill_loss on whole logits."""
+    seen, sample, draw = [], S.TorchSampler.sample, dlc.Run.draw
+
+    def broken(self, *args, **kwargs):
+        r = sample(self, *args, **kwargs)
+        if not kwargs.get("greedy"):
+            r.logq[1, 0] = float("nan")
+        return r
+
+    def spy(run, step):
+        seen.append((copy.deepcopy(run.model), *(out := draw(run, step))[1:]))
+        return out
+
+    monkeypatch.setattr(S.TorchSampler, "sample", broken)
+    monkeypatch.setattr(dlc.Run, "draw", spy)
+    lr = 0.2
+    rows = opd.train(config(steps=2, weights="int3", kv="bf16", head_k=4, micro_batch=2,
+                            sync_every=0, optimizer="sgd", lr=lr, out="run", **how))  # fmt: skip
+    before, r, dropped = seen[1]
+    assert dropped.tolist() == [False, True] + [False] * 14 and rows[1]["dropped"] == 1
+    assert not r.mask[1].any()
+    P, T = r.tokens.shape[1] - r.mask.shape[1], r.mask.shape[1]
+    attention, position = S.positions(r.prompt_len, P, P + T)
+    after, teacher = (dlc.load_model(x, "float32", "cpu")[0] for x in ("run/model", here[1]))
+    z, z_T = (m(r.tokens, attention_mask=attention, position_ids=position).logits[:, P - 1 : -1]
+              for m in (before, teacher))  # fmt: skip
+    more = dict(correction="reinforce", loss_k=8) | how
+    more = dict(k=more.pop("loss_k")) | more | dict(
+        logq=r.logq, logp_stale=r.logp_stale, head_logp=z.log_softmax(-1).gather(-1, r.head_ids),
+        head_logq=r.head_logq, head_logp_stale=r.head_logp_stale)  # fmt: skip
+    loss = opd.distill_loss(more.pop("loss"), z, z_T, r.mask, r.tokens[:, P:], **more)
+    flat = lambda xs: torch.cat([x.detach().flatten() for x in xs])
+    moved = (flat(before.parameters()) - flat(after.parameters())) / lr
+    want = flat(torch.autograd.grad(loss, list(before.parameters())))
+    assert want.norm() > 1e-2 and (moved - want).norm() < 1e-3 * want.norm()
+    logp, logp_T = (x.detach().log_softmax(-1).gather(-1, r.tokens[:, P:, None])[..., 0]
+                    for x in (z, z_T))  # fmt: skip
+    assert abs(rows[1]["teacher_kl_by_q"] - float((r.logq - logp_T)[r.mask].mean())) < 1e-4
+    value = (logp - logp_T)[r.mask].mean() if how["loss"] == "sampled" else loss.detach()
+    assert abs(rows[1]["teacher_kl"] - float(value)) < 1e-4
+
+
 def test_resume_gives_the_same_numbers(here):
     quiet = ("seconds_sample", "seconds_train", "tokens_per_second")
     whole = opd.train(config(steps=4, out="a", save_every=2))
@@ -171,6 +225,15 @@ def test_teacher_equal_to_student_does_not_move_the_weights(here, monkeypatch):
     monkeypatch.setattr(opd, "tiny_base", lambda steps=0: here[0])
     rows = opd.train(config(steps=1, optimizer="sgd", lr=1.0))
     assert abs(rows[0]["teacher_kl"]) < 1e-6 and rows[0]["grad_norm"] < 1e-5
+
+
+def test_the_teachers_accuracy_is_the_teachers(here, monkeypatch):
+    seen = []
+    head = dlc.load_model(here[1], "float32", "cpu")[0].lm_head.weight
+    same = lambda s, *_: seen.append(torch.equal(s.stale.lm_head.weight, head)) or len(seen)
+    monkeypatch.setattr(dlc, "accuracy", same)
+    last = opd.train(config(steps=1))[-1]
+    assert seen.index(True) == last["accuracy_teacher"] - 1 and sum(seen) == 1
 
 
 def test_another_tokenizer_or_stop_token_is_refused(here, tmp_path):
@@ -188,7 +251,15 @@ def test_another_tokenizer_or_stop_token_is_refused(here, tmp_path):
     other.generation_config.eos_token_id = 13
     other.resize_token_embeddings(16)  # a padded embedding is not a difference
     other.save_pretrained(tmp_path / "padded"), tokenizer.save_pretrained(tmp_path / "padded")
-    assert opd.load_teacher(dataclasses.replace(cfg, teacher=str(tmp_path / "padded")), student, tokenizer)[1] == 14
+    cfg = dataclasses.replace(cfg, teacher=str(tmp_path / "padded"))
+    teacher, vocab = opd.load_teacher(cfg, student, tokenizer)
+    assert vocab == 14 and not any(p.requires_grad for p in teacher.parameters())
+    other.config.pad_token_id = None
+    other.resize_token_embeddings(12)
+    other.save_pretrained(tmp_path / "short"), tokenizer.save_pretrained(tmp_path / "short")
+    cfg = dataclasses.replace(cfg, teacher=str(tmp_path / "short"))
+    with pytest.raises(ValueError, match="12 logits are too few for 14 tokens"):
+        opd.load_teacher(cfg, student, tokenizer)
 
 
 def test_budget_admission_and_recipe(here, tmp_path, capsys):
@@ -222,6 +293,107 @@ def test_budget_admission_and_recipe(here, tmp_path, capsys):
     assert opd.main(["--admit", "--weights", "int2", "--keep-bf16", "@recipe.json", *how]) == 2
 
 
+QUALITY = {0.0: (0.8, 0.82), 0.4: (0.6, 0.8), 0.8: (0.84, 0.88), 1.6: (0.1, 0.2)}  # noise: by seed
+
+
+@pytest.fixture
+def calibrated(here, monkeypatch):
+    """A budget whose runs are a table: the fit pools 0.4 with 0.8, a lag of D costs D / 100."""
+
+    def fake(cfg):
+        assert (cfg.weights, cfg.kv, cfg.sync_ess) == ("bf16", "bf16", None)
+        if cfg.sync_every == 0:
+            assert cfg.noise == 0
+            return [dict(step=i, lag=i / 100) for i in range(3)]
+        assert cfg.sync_every == 1
+        return [dict(accuracy=QUALITY[cfg.noise][cfg.seed])]
+
+    monkeypatch.setattr(opd, "train", fake)
+    cfg = config(levels="0,0.4,0.8,1.6", seeds=2, tolerance=0.04, weights="fp8")
+    opd.calibrate(cfg)
+    return cfg, json.loads(Path("budget.json").read_text())
+
+
+def test_budget_ends_where_the_fitted_quality_leaves_the_tolerance(calibrated):
+    cfg, budget = calibrated
+    curve = budget["curve"]
+    assert [r["noise"] for r in curve] == [0, 0.4, 0.8, 1.6] and not budget["censored"]
+    assert [tuple(r["quality"]) for r in curve] == list(QUALITY.values())
+    assert [r["fitted"] for r in curve] == pytest.approx([0.81, 0.78, 0.78, 0.15])
+    assert budget["budget"] == curve[2]["mismatch"]
+    assert budget["lag"] == {"0": 0, "1": 0.01, "2": 0.02}
+    opd.calibrate(dataclasses.replace(cfg, tolerance=0.02))
+    assert json.loads(Path("budget.json").read_text())["budget"] == curve[0]["mismatch"]
+
+
+def test_admission_adds_the_lag_reads_keep_and_measures_each_source_alone(calibrated):
+    cfg, budget = calibrated
+    cfg = dataclasses.replace(cfg, weights="int3", kv="fp8_e5m2", noise=0.1)
+    model, _, data = opd.untrained(opd.check(cfg))
+    bf16 = dict(weights="bf16", kv="bf16", noise=0.0)
+    alone = lambda **kw: opd.probe(opd.check(cfg), model, data, **bf16 | kw)
+    parts = dict(weights=alone(weights="int3"), kv=alone(kv="fp8_e5m2"), noise=alone(noise=0.1))
+    out, late = (opd.admit(dataclasses.replace(cfg, lag=lag), budget) for lag in (None, 2))
+    assert out["by_source"] == parts | dict(lag=0.0) and late["by_source"]["lag"] == 0.02
+    assert len({*parts.values(), alone()}) == 4
+    assert out["mismatch"] == opd.probe(opd.check(cfg), model, data)
+    assert abs(late["mismatch"] - out["mismatch"] - 0.02) < 1e-9
+    limit = budget | dict(budget=out["mismatch"] + 0.01)
+    fits = lambda lag: opd.admit(dataclasses.replace(cfg, lag=lag), limit)["admitted"]
+    assert [fits(lag) for lag in (None, 0, 2, 3)] == [True, True, False, False]  # 3: never measured
+    keep = "model.layers.0,model.layers.1,model.layers.2"
+    kept = opd.admit(dataclasses.replace(cfg, noise=0.0, keep_bf16=keep), budget)
+    assert kept["by_source"]["weights"] == alone() and kept["mismatch"] == parts["kv"]
+    for other in (dict(student="a", teacher="b"), dict(loss_k=3), dict(steps=7)):
+        with pytest.raises(ValueError, match=f"was made for {next(iter(other))} "):
+            opd.admit(dataclasses.replace(cfg, **other), budget)
+
+
+def test_a_list_exits_0_and_one_rejected_configuration_3(calibrated, capsys, monkeypatch):
+    monkeypatch.setattr(opd, "STANDARD", opd.STANDARD[-2:])
+    Path("budget.json").write_text(json.dumps(calibrated[1] | dict(budget=0.0)))
+    how = ["--prompts", "8", "--group-size", "2", "--device", "cpu", "--admit"]
+    assert opd.main(how) == 0 and capsys.readouterr().out.count("REJECT") == 2
+    assert opd.main([*how, "--weights", "int2"]) == 3
+
+
+def test_a_sampler_with_log_probs_that_are_not_finite_is_refused(calibrated, monkeypatch):
+    sample = S.TorchSampler.sample
+
+    def broken(self, *args, **kwargs):
+        r = sample(self, *args, **kwargs)
+        r.logq[0, 0] = float("nan")
+        return r
+
+    monkeypatch.setattr(S.TorchSampler, "sample", broken)
+    with pytest.raises(ValueError, match="cannot be admitted"):
+        opd.admit(*calibrated)
+
+
+def test_probe_is_the_mean_kl_of_q_from_the_trainer(here, monkeypatch):
+    seen, sample = [], S.TorchSampler.sample
+    spy = lambda self, *args, **kw: seen.append(sample(self, *args, **kw)) or seen[-1]
+    monkeypatch.setattr(S.TorchSampler, "sample", spy)
+    cfg = opd.check(config(weights="int2"))
+    model, _, data = opd.untrained(cfg)
+    kl, r = opd.probe(cfg, model, data), seen[0]
+    logp = S.token_logps(model, r, head=True)[1]  # the head is the whole vocabulary of 14
+    want = (r.head_logq.exp() * (r.head_logq - logp)).sum(-1)[r.mask].mean()
+    assert len(r.tokens) == 32 and kl > 0.01 and abs(kl - float(want.detach())) < 1e-4
+
+
+def test_recipe_keeps_the_fewest_of_the_order_that_meet_the_target(here):
+    cfg = opd.check(config(weights="int2", kv="bf16"))
+    model, _, data = opd.untrained(cfg)
+    order = [(f"model.layers.{i}", 0.0) for i in (2, 0, 1)]
+    names = [name for name, _ in order]
+    by_n = [opd.probe(cfg, model, data, keep_bf16=names[:n]) for n in range(4)]
+    for target in (*by_n, 0.9 * by_n[0]):
+        n = [kl <= target for kl in by_n].index(True)
+        found = opd.recipe(dataclasses.replace(cfg, target=target), order)
+        assert found["keep_bf16"] == names[:n] and found["mismatch"] == by_n[n]
+
+
 def test_sensitivity_measures_one_module_at_a_time(here):
     found = opd.sensitivity(config(weights="int3", kv="fp8"))
     assert {n for n, _ in found} == {f"model.layers.{i}{k}" for i in range(3) for k in ("", ".kv")}
@@ -230,6 +402,9 @@ def test_sensitivity_measures_one_module_at_a_time(here):
     model, _, data = opd.untrained(cfg)
     alone = opd.probe(cfg, model, data, keep_bf16=["model.layers.0", "model.layers.2"])
     assert abs(dict(found)["model.layers.1"] - alone) < 1e-12
+    cfg = dataclasses.replace(cfg, weights="bf16", kv="fp8")
+    alone = opd.probe(cfg, model, data, keep_bf16=["model.layers.0.kv", "model.layers.2.kv"])
+    assert abs(dict(found)["model.layers.1.kv"] - alone) < 1e-12
 
 
 def test_capacity_is_1_93x_with_one_of_28_layers_kept(capsys, tmp_path):
@@ -239,8 +414,13 @@ def test_capacity_is_1_93x_with_one_of_28_layers_kept(capsys, tmp_path):
     assert rows[0][1] == 28 * 2 * 8 * 128 * 2 and rows[0][2] == 2**30 // rows[0][1]
     assert abs(rows[2][3] - 2 * 28 / 29) < 1e-3 and 1.99 < rows[1][3] <= 2
     transformers.LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, head_dim=32).save_pretrained(tmp_path)
-    rows = opd.capacity(opd.Config(capacity=0.001, student=str(tmp_path), keep_bf16="model.layers.0.kv"))
-    assert abs(rows[2][3] - 2 * 3 / 4) < 1e-2
+    byte = 3 * 2 * 2 * 32  # a token in FP8; room for 1000, less the scales
+    cfg = opd.Config(capacity=1000 * byte / 2**30, student=str(tmp_path))
+    cfg = dataclasses.replace(cfg, keep_bf16="model.layers.0.kv")
+    assert [r[2] for r in opd.capacity(cfg)] == [500, 999, 749]
+    keep = "model.layers.0.kv, model.layers.2.kv,model.layers.1"
+    rows = opd.capacity(dataclasses.replace(cfg, keep_bf16=keep))
+    assert rows[2][1] == byte * 5 / 3
 
 
 def test_readme_commands_parse():

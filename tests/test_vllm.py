@@ -1,5 +1,6 @@
 """A real vLLM engine against the trainer. Runs where vLLM is installed: .ci/run makes an environment for it."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -21,7 +22,7 @@ def tiny():
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=3, pad_token_id=0))  # fmt: skip
     with torch.no_grad():
         for p in model.parameters():
@@ -54,13 +55,14 @@ def test_agrees_with_the_trainer_on_forced_tokens_and_on_its_own(pair):
 
 def test_two_syncs_of_a_tied_model_and_the_same_prompt_before_and_after(pair):
     model, sampler = pair
-    before = sampler.sample(PROMPTS, 4, seed=7)
+    prompts = [*PROMPTS, [*range(10, 250)]]  # the last fills a block of the prefix cache
+    before = sampler.sample(prompts, 4, seed=7)
     for version in (1, 2):
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.05 * torch.randn_like(p))
         sampler.sync(model, version)
-        after = sampler.sample(PROMPTS, 4, seed=7)
+        after = sampler.sample(prompts, 4, seed=7)
         assert gap(sampler, after, model)[0].max() < 2e-3  # not the weights, or the prefix cache, of before
         assert (after.version == version).all()
     assert (after.logq[:, 0] - before.logq[:, 0]).abs().max() > 1e-3
@@ -81,6 +83,28 @@ def test_a_sync_that_leaves_weights_behind_stops_the_run(pair, monkeypatch):
     sampler.sync(model, 4)
 
 
+def test_weights_are_rounded_and_noisy_before_they_are_handed_over(pair, monkeypatch):
+    """The engine agrees with a copy rounded or made noisy by hand, and not with the trainer."""
+    model, sampler = pair
+    plan = S.TorchSampler(model, "int2", "none", keep_bf16=["model.layers.1.mlp"])
+    rounded = copy.deepcopy(model)
+    for name, p in rounded.named_parameters():
+        if "_proj" in name and not name.startswith("model.layers.1.mlp"):
+            p.data = S.quantize(p.data, "int2")
+    noisy = S.TorchSampler(model, "none", "none", noise=0.3)
+    noisy.sync(model, 5)
+    for change, copied in ((dict(), model), (dict(weights="int2", narrow=plan.narrow), rounded),
+                           (dict(noise=0.3), noisy.engine)):  # fmt: skip
+        with monkeypatch.context() as m:
+            for name, value in (change | dict(first_gap=None)).items():
+                m.setattr(sampler, name, value)
+            sampler.sync(model, 5)
+            r = sampler.sample(PROMPTS * 8, 8, seed=0)
+        kl = S.mismatch(r.logp_stale, r.logq, r.mask, r.head_logp_stale, r.head_logq)["kl"]
+        assert gap(sampler, r, copied)[0].max() < 2e-3 and (kl > 0.02 if change else abs(kl) < 1e-5)
+    sampler.sync(model, 5)
+
+
 def test_head_is_the_top_k_of_the_full_vocabulary_and_the_token_may_lie_outside(pair):
     model, sampler = pair
     sampler.head_k = 2
@@ -92,7 +116,7 @@ def test_head_is_the_top_k_of_the_full_vocabulary_and_the_token_may_lie_outside(
     assert (r.head_logq[..., 0] >= r.head_logq[..., 1])[r.mask].all()
 
 
-def test_stop_is_kept_lengths_and_seeds(pair):
+def test_stop_is_kept_lengths_and_seeds(pair, monkeypatch):
     model, sampler = pair
     r, again = (sampler.sample(PROMPTS * 60, 10, seed=3) for _ in range(2))
     assert torch.equal(r.tokens, again.tokens) and not torch.equal(r.tokens, sampler.sample(PROMPTS * 60, 10, seed=4).tokens)
@@ -102,6 +126,17 @@ def test_stop_is_kept_lengths_and_seeds(pair):
     for row in stopped.any(1).nonzero()[:, 0]:
         assert r.mask[row].sum() == stopped[row].nonzero()[0, 0] + 1  # the last token, with its log-prob
     assert (r.mask.sum(1)[~stopped.any(1)] == 10).all()
+    assert len({tuple(row) for row in r.tokens[::3].tolist()}) > 50  # a seed for each response
+    monkeypatch.setattr(sampler, "stop_ids", torch.tensor([20, 21]))  # not the model's
+    r = sampler.sample(PROMPTS * 60, 10, seed=3)
+    stopped = torch.isin(r.tokens[:, -T:], sampler.stop_ids) & r.mask
+    assert stopped.any() and all(r.mask[i].sum() == t + 1 for i, t in stopped.nonzero().tolist())
+
+
+def test_greedy_takes_the_likeliest(pair):
+    r = pair[1].sample(PROMPTS, 6, greedy=True)
+    assert r.logp_stale is None
+    assert (r.tokens[:, -r.mask.shape[1] :] == r.head_ids[..., 0])[r.mask].all()
 
 
 def test_a_missing_log_prob_is_nan_and_never_a_number(pair, monkeypatch):
@@ -111,17 +146,24 @@ def test_a_missing_log_prob_is_nan_and_never_a_number(pair, monkeypatch):
     def lossy(*args, **kwargs):
         outputs = generate(*args, **kwargs)
         outputs[1].outputs[0].logprobs.logprobs.pop()
+        outputs[1].outputs[0].token_ids = [0] * 4  # what padding of the ids looks like
+        outputs[2].outputs[0].logprobs.token_ids[0] ^= 1  # the log-prob of another token
         return outputs
 
     monkeypatch.setattr(sampler.engine, "generate", lossy)
     r = sampler.sample(PROMPTS, 4, seed=0)
     assert r.logq[1][r.mask[1]].isnan().all() and r.logq[0][r.mask[0]].isfinite().all()
+    assert r.logq[2].isnan().tolist() == [True] + [False] * 3
 
 
 def test_an_engine_error_is_one_line(pair):
-    with pytest.raises(ValueError, match="vLLM could not sample") as e:
-        pair[1].sample([[1] * 500], 4)
-    assert "\n" not in str(e.value)
+    def fails():
+        raise RuntimeError("a trace\nand its reason")
+
+    for call in (lambda: pair[1].sample([[1] * 600], 4), lambda: pair[1]._ask("sample", fails)):
+        with pytest.raises(ValueError, match="vLLM could not sample") as e:
+            call()
+        assert "\n" not in str(e.value) and r"\n" not in str(e.value)
 
 
 def test_capture_cost(pair):
