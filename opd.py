@@ -119,7 +119,7 @@ class ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k, vocab):
-        total, rows = 0.0, max(1, LinearLogps.CHUNK // (3 * len(weight)))
+        total, rows = hidden.new_zeros((), dtype=torch.float32), max(1, LinearLogps.CHUNK // (3 * len(weight)))
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for i in range(0, len(hidden), rows):
             n = slice(i, i + rows)
@@ -170,11 +170,14 @@ def load_teacher(cfg, student, tokenizer):
         raise ValueError(f"--teacher {cfg.teacher}: its tokenizer is not the student's ({len(theirs)} tokens against "
                          f"{len(mine)}; {odd} is in one alone); choose a pair that shares one")  # fmt: skip
     stops = [m.generation_config.eos_token_id for m in (student, teacher)]
+    stops = [sorted({x} if isinstance(x, int) else set(x or ())) for x in stops]
     if stops[0] != stops[1]:
         raise ValueError(f"--teacher {cfg.teacher}: its stop tokens are {stops[1]}, the student's {stops[0]}; make them equal")
     sizes = [len(m.get_output_embeddings().weight) for m in (student, teacher)]
     if min(sizes) < len(mine):
         raise ValueError(f"--teacher {cfg.teacher}: {min(sizes)} logits are too few for {len(mine)} tokens")
+    if cfg.loss != "sampled" and any(m.get_output_embeddings().bias is not None for m in (student, teacher)):
+        raise ValueError(f"--loss {cfg.loss}: an output head with a bias is not covered; use --loss sampled")
     return teacher.requires_grad_(False), min(sizes)  # beyond the real tokens a head is padding
 
 
@@ -197,6 +200,9 @@ def train(cfg):
         # 1. The student samples from q.
         start, version = time.perf_counter(), sampler.version
         batch, rollout, dropped = run.draw(step)
+        padding = (rollout.tokens >= vocab).any(1)  # a token that only the student's padded head has
+        dropped, rollout.mask = dropped | padding, rollout.mask & ~padding[:, None]
+        rollout.tokens = rollout.tokens.where(~padding[:, None], 0)
         drawn, N = time.perf_counter(), max(1, int(rollout.mask.sum()))
 
         # 2. The teacher scores what was drawn, and the loss pulls π to π_T.
@@ -206,7 +212,7 @@ def train(cfg):
             hidden = response_hidden(model, part)
             with torch.no_grad():
                 hidden_teacher = response_hidden(teacher, part)
-                logp_teacher = token_logps(teacher, part, hidden=hidden_teacher)
+                logp_teacher = token_logps(teacher, part, hidden=hidden_teacher, vocab=vocab)
             with torch.set_grad_enabled(cfg.loss == "sampled"):
                 logp, head_logp = token_logps(model, part, head=True, hidden=hidden)
             seen.append((logp.detach(), head_logp.detach()))
@@ -417,6 +423,8 @@ def capacity(cfg):
         (wide, _), (thin, scales) = weigh("bf16"), weigh("fp8")
         each = ((shape["layers"] - narrow) * wide + narrow * thin) / 256
         tokens = int((memory - narrow * scales) // each)
+        if tokens < 1:
+            raise ValueError(f"--capacity {cfg.capacity}: holds not one token of {each:.0f} bytes; give more")
         rows.append((name, each, tokens, tokens / rows[0][2] if rows else 1.0))
     return rows
 

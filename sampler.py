@@ -239,12 +239,12 @@ def response_hidden(model, rollout):
     return body.last_hidden_state[:, P - 1 :][rollout.mask]
 
 
-def token_logps(model, rollout, head=False, rows=None, hidden=None):
+def token_logps(model, rollout, head=False, rows=None, hidden=None, vocab=None):
     """log π of the drawn tokens, (B, T) in nats; with `head` also that of H, (B, T, K).
 
     log π(y_t | prompt, y_<t) = z_y - logsumexp(z), z the logits in column P+t-1; 0 where mask is
     false. `rows`: sequences in the model at once (another batch shape may round differently);
-    `hidden`: `response_hidden` of this batch, if it is known."""
+    `hidden`: `response_hidden` of this batch, if it is known; `vocab`: logits that are no padding."""
     if rows is not None and rows < len(rollout.tokens):
         parts = [token_logps(model, rollout[i : i + rows], head) for i in range(0, len(rollout.tokens), rows)]
         return tuple(map(torch.cat, zip(*parts))) if head else torch.cat(parts)
@@ -253,7 +253,8 @@ def token_logps(model, rollout, head=False, rows=None, hidden=None):
     if head:
         ids = torch.cat([ids, rollout.head_ids], -1)  # (B, T, 1+K)
     hidden = response_hidden(model, rollout) if hidden is None else hidden
-    logps = LinearLogps.apply(hidden, out.weight, out.bias, ids[mask])  # (tokens, 1+K)
+    bias = None if out.bias is None else out.bias[:vocab]
+    logps = LinearLogps.apply(hidden, out.weight[:vocab], bias, ids[mask])  # (tokens, 1+K)
     logps = logps.new_zeros(ids.shape).index_put(mask.nonzero(as_tuple=True), logps)
     return (logps[..., 0], logps[..., 1:]) if head else logps[..., 0]
 
@@ -523,7 +524,8 @@ class VLLMSampler(TorchSampler):
             self.stale.save_pretrained(folder)
             self.engine = self._ask("start", vllm.LLM, folder, dtype=str(self.dtype).removeprefix("torch."), seed=self.seed,
                                     skip_tokenizer_init=True, max_logprobs=self.head_k, logprobs_mode="processed_logprobs",
-                                    kv_cache_dtype=kv, kv_cache_dtype_skip_layers=kept, **options)  # fmt: skip
+                                    kv_cache_dtype=kv, kv_cache_dtype_skip_layers=kept,
+                                    generation_config="vllm", **options)  # fmt: skip
         made = self.engine.llm_engine.vllm_config.model_config
         if made.max_logprobs < self.head_k or made.logprobs_mode != "processed_logprobs":
             raise ValueError(f"vLLM gives {made.max_logprobs} {made.logprobs_mode}; head_k {self.head_k} processed_logprobs are needed")

@@ -324,6 +324,9 @@ def test_budget_ends_where_the_fitted_quality_leaves_the_tolerance(calibrated):
     assert budget["lag"] == {"0": 0, "1": 0.01, "2": 0.02}
     opd.calibrate(dataclasses.replace(cfg, tolerance=0.02))
     assert json.loads(Path("budget.json").read_text())["budget"] == curve[0]["mismatch"]
+    for levels in ("0.1,0.2", "0,x", "0,inf"):
+        with pytest.raises(ValueError, match="must be numbers after commas"):
+            opd.calibrate(dataclasses.replace(cfg, levels=levels))
 
 
 def test_admission_adds_the_lag_reads_keep_and_measures_each_source_alone(calibrated):
@@ -347,6 +350,8 @@ def test_admission_adds_the_lag_reads_keep_and_measures_each_source_alone(calibr
     for other in (dict(student="a", teacher="b"), dict(loss_k=3), dict(steps=7)):
         with pytest.raises(ValueError, match=f"was made for {next(iter(other))} "):
             opd.admit(dataclasses.replace(cfg, **other), budget)
+    of = lambda **kw: opd.fingerprint(opd.Config(**kw))
+    assert of() == of(correction="is") and of(loss="sampled") != of(loss="sampled", correction="is")
 
 
 def test_a_list_exits_0_and_one_rejected_configuration_3(calibrated, capsys, monkeypatch):
@@ -355,6 +360,10 @@ def test_a_list_exits_0_and_one_rejected_configuration_3(calibrated, capsys, mon
     how = ["--prompts", "8", "--group-size", "2", "--device", "cpu", "--admit"]
     assert opd.main(how) == 0 and capsys.readouterr().out.count("REJECT") == 2
     assert opd.main([*how, "--weights", "int2"]) == 3
+    assert opd.main([*how, "--kv", "fp8"]) == 3  # the default, but named
+    for text in ("{}", "not json"):
+        Path("budget.json").write_text(text)
+        assert opd.main(how) == 2 and "not a budget" in capsys.readouterr().err
 
 
 def test_a_sampler_with_log_probs_that_are_not_finite_is_refused(calibrated, monkeypatch):
@@ -421,6 +430,10 @@ def test_capacity_is_1_93x_with_one_of_28_layers_kept(capsys, tmp_path):
     keep = "model.layers.0.kv, model.layers.2.kv,model.layers.1"
     rows = opd.capacity(dataclasses.replace(cfg, keep_bf16=keep))
     assert rows[2][1] == byte * 5 / 3
+    with pytest.raises(ValueError, match="there are 3 layers"):
+        opd.capacity(dataclasses.replace(cfg, keep_bf16="model.layers.3.kv"))
+    for gib in ("0", "-1", "inf"):
+        assert opd.main(["--capacity", gib]) == 2
 
 
 def test_readme_commands_parse():
