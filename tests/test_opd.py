@@ -450,3 +450,45 @@ def test_every_option_has_its_help(capsys):
     shown = capsys.readouterr().out
     for f in dataclasses.fields(opd.Config):
         assert (f"--{f.name.replace('_', '-')} " in shown) == (f.name not in opd.UNUSED)
+
+
+def padded(folder, to, size):
+    """A copy of the model in `folder` whose embedding is padded with zero rows, as vocabularies are."""
+    model, tokenizer = dlc.load_model(folder, "float32", "cpu")
+    model.resize_token_embeddings(size)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[14:] = 0
+    dlc.save_model(model, tokenizer, to)
+    return str(to)
+
+
+@pytest.mark.parametrize("loss", ["full", "sampled"])
+def test_padding_of_a_vocabulary_is_no_difference(here, tmp_path, loss):
+    """Teacher = student but for padding of either head: no loss; a drawn padding token drops its response."""
+    how = dict(steps=1, loss=loss, data=None, weights="bf16", kv="bf16", optimizer="sgd", max_new_tokens=4, prompts=16)
+    teacher = padded(here[0], tmp_path / "t", 16)
+    rows = opd.train(config(student=str(here[0]), teacher=teacher, out="a", **how))
+    assert abs(rows[0]["teacher_kl"]) < 1e-5 and rows[0]["grad_norm"] < 1e-4 and rows[0]["dropped"] == 0
+    rows = opd.train(config(student=teacher, teacher=str(here[0]), out="b", **how))
+    assert rows[0]["dropped"] > 0 and math.isfinite(rows[0]["teacher_kl"])
+
+
+def test_every_response_of_a_micro_batch_dropped(here, monkeypatch):
+    sample = S.TorchSampler.sample
+
+    def broken(self, *args, **kwargs):
+        rollout = sample(self, *args, **kwargs)
+        rollout.logq[3] = float("nan")
+        return rollout
+
+    monkeypatch.setattr(S.TorchSampler, "sample", broken)
+    rows = opd.train(config(steps=1, micro_batch=1))
+    assert rows[0]["dropped"] == 1 and math.isfinite(rows[0]["grad_norm"])
+
+
+def test_a_head_with_a_bias_and_too_little_memory_are_refused(here, capsys):
+    student, tokenizer = dlc.load_model(here[0], "float32", "cpu")
+    student.get_output_embeddings().bias = torch.nn.Parameter(torch.zeros(14))
+    with pytest.raises(ValueError, match="head with a bias"):
+        opd.load_teacher(opd.check(config()), student, tokenizer)
+    assert opd.main(["--capacity", "0.00001"]) == 2 and "not one token" in capsys.readouterr().err
