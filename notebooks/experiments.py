@@ -44,6 +44,7 @@ SAME = {
     "lag": dict(ppo_anchor="reinforce"),
 }
 SAME |= {"discrepancy": SAME["control"], "both": SAME["lag"]}
+SEEDS = 8  # a claim from fewer is no claim
 RATES = (1e-4, 2e-4, 4e-4)
 CURVES = ("reward", "discrepancy", "lag", "ess", "ess_token", "clip_share", "cap_share")
 
@@ -195,7 +196,7 @@ def show(regime, names, key="accuracy"):
 def c2():
     """Quantised and synchronous: SC and IS learn (interval above the base), each PPO ends below the base."""
     names = ("sc", "is", "tis", "ppo_sampler", "ppo_stale", "ppo_anchor")
-    if any(len(cell("discrepancy", c)) < 2 for c in names):
+    if any(len(cell("discrepancy", c)) < SEEDS for c in names):
         return None
     below = [statistics.fmean(cell("discrepancy", c)) < base() for c in names[3:]]
     return learns(cell("discrepancy", "sc")) + learns(cell("discrepancy", "is")) + any(below), 3, show("discrepancy", names)
@@ -204,7 +205,7 @@ def c2():
 def c3():
     """Under lag IS ends above SC, and PPO against the sampler's weights learns."""
     names = ("sc", "is", "tis", "ppo_stale", "reinforce")
-    if any(len(cell("lag", c)) < 2 for c in names):
+    if any(len(cell("lag", c)) < SEEDS for c in names):
         return None
     difference, half = interval([a - b for a, b in zip(cell("lag", "is"), cell("lag", "sc"))])
     return (difference - half > 0) + learns(cell("lag", "ppo_stale")), 2, show("lag", names) + f"; is - sc {difference:+.2f} ± {half:.2f}"
@@ -241,7 +242,7 @@ def c5():
 def c6():
     """PPO's reference matters: with both gaps, the best and the worst reference differ by more than their intervals."""
     names = ("ppo_anchor", "ppo_stale", "ppo_sampler")
-    found = [interval(cell("both", c)) if len(cell("both", c)) > 1 else None for c in names]
+    found = [interval(cell("both", c)) if len(cell("both", c)) >= SEEDS else None for c in names]
     if None in found:
         return None
     (low, a), (high, b) = min(found), max(found)
@@ -252,7 +253,7 @@ def c8():
     """DLC holds in both regimes: it learns (interval above the base) under discrepancy, under lag, and under both, its
     own rule deciding the syncs."""
     cells = [("discrepancy", "dlc"), ("lag, ESS rule", "dlc"), ("both, ESS rule", "dlc")]
-    if any(len(cell(*c)) < 2 for c in cells):
+    if any(len(cell(*c)) < SEEDS for c in cells):
         return None
     extra = "; dlc_tis " + ", ".join("{:.2f} ± {:.2f}".format(*interval(cell(r, "dlc_tis"))) for r, _ in cells)
     return sum(learns(cell(*c)) for c in cells), 3, "; ".join(r + ": " + show(r, ["dlc"]) for r, _ in cells) + extra
