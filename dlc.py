@@ -472,7 +472,7 @@ class Run:
     """Model, float32 master weights, optimizer, sampler, data and folder of a run."""
 
     def __init__(self, cfg, path, kind):
-        self.cfg, self.rows = cfg, []
+        self.cfg, self.rows, self.before = cfg, [], {}  # before: the accuracies of before training
         self.model, self.tokenizer = load_model(path, cfg.dtype, cfg.device)
         self.data, self.held_out = load_data(cfg, self.tokenizer)
         self.params = list(self.model.parameters())
@@ -551,11 +551,18 @@ class Run:
             self.sampler.sync(weights, version)
         row |= dict(synced=reason is not None, sync_reason=reason)
 
-    def log(self, row, times, shown):
-        """Write a step's numbers and one of its samples at once; save every --save-every steps.
-        times: when the step began and when it had its rollouts, by perf_counter."""
+    def end_step(self, row, times, batch, graded, dropped, line):
+        """The end of a step, which dlc.py and opd.py share: sync by the rules, write the step's numbers
+        and one of its samples at once, save every --save-every steps; the `line` to show, filled in.
+        times: when the step began and when it had its rollouts; graded: what `grade` gave."""
+        (rewards, texts, stopped), first = graded, batch[0]
+        row |= dict(dropped=int(dropped.sum()), truncated=1 - sum(stopped) / len(batch),
+                    kv_scales=list(map(list, self.sampler.kv_scales)))  # fmt: skip
+        self.resync(row)
+        shown = dict(step=row["step"], prompt=first["prompt"], answer=first["answer"], completion=texts[0], reward=rewards[0])
         start, drawn, end = *times, time.perf_counter()
         row |= dict(seconds_sample=drawn - start, seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))
+        row |= self.before if row["step"] == 0 else {}
         self.rows.append(row)
         for file, x in zip(self.logs, (row, shown)):
             print(json.dumps(x), file=file, flush=True)
@@ -564,6 +571,8 @@ class Run:
             state = dict(step=row["step"], version=self.sampler.version, optimizer=self.optimizer.state_dict(),
                          master=[w.detach() for w in self.master], sampled=[m.state_dict() for m in sampled])  # fmt: skip
             write(self.folder / "state.pt", lambda new: torch.save(state, new))
+        line += " {syncs:6d} {tokens_per_second:9.0f}"
+        return line.format(**row, syncs=sum(r["synced"] for r in self.rows))
 
     def restore(self):
         """Back to the last saved step. Nothing else is state: the random numbers of a step are a
@@ -582,11 +591,14 @@ class Run:
             lines = (self.folder / name).read_text().splitlines(True)[: state["step"] + 1]
             write(self.folder / name, lambda new: new.write_text("".join(lines)))
         self.rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+        self.before = {k: v for k, v in self.rows[0].items() if "accuracy" in k}
         if len(self.rows) > self.cfg.steps:
             raise ValueError(f"--steps {self.cfg.steps}: {self.folder} has {len(self.rows)} steps already")
 
     def finish(self, title):
-        """Save the model in Hugging Face form, and the figure."""
+        """Accuracies of the end, the model in Hugging Face form, and the figure."""
+        self.sampler.sync(self.model, self.cfg.steps)
+        self.rows[-1] |= self.before | self.accuracies()
         result = {k: v for k, v in self.rows[-1].items() if k.startswith("accuracy")}
         write(self.folder / "result.json", lambda new: new.write_text(json.dumps(result)))
         shutil.rmtree(self.folder / "model", ignore_errors=True)
@@ -680,7 +692,7 @@ def train(cfg):
     cfg = check(cfg)
     run = Run(cfg, cfg.model or tiny_base(), f"dlc-{cfg.correction}")
     model, sampler = run.model, run.sampler
-    before = run.accuracies("_base") if not run.rows else {k: v for k, v in run.rows[0].items() if "accuracy" in k}
+    run.before = run.before or run.accuracies("_base")
     print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights {cfg.weights}, KV {cfg.kv}\n"
           " step version  reward  discrepancy      lag    ESS  clipped  syncs  tokens/s")  # fmt: skip
 
@@ -692,8 +704,8 @@ def train(cfg):
         drawn = time.perf_counter()
 
         # 2. Reward, centred over the group of its prompt.
-        rewards, texts, stopped = grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
-        R = torch.tensor(rewards, device=cfg.device).where(~dropped, float("nan"))
+        graded = grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
+        R = torch.tensor(graded[0], device=cfg.device).where(~dropped, float("nan"))
         R = R.view(cfg.prompts, cfg.group_size)
         A = R - R.nanmedian(1, keepdim=True).values  # first the median: exactly 0 where all are equal
         A = (A - A.nanmean(1, keepdim=True)).nan_to_num(0)
@@ -725,21 +737,11 @@ def train(cfg):
         row |= measure(rollout, *(map(torch.cat, zip(*seen)) if fresh is None else fresh), cfg.cap)
         row |= dict(
             clip_share=sum(s["clipped"] for s in stats) / max(1, row["tokens"]), grad_norm=max(norms),
-            weight_max=max(s["weight_max"] for s in stats), dropped=int(dropped.sum()),
-            skipped=sum(not x < float("inf") for x in norms), truncated=1 - sum(stopped) / len(batch),
-            kv_scales=list(map(list, sampler.kv_scales)))  # fmt: skip
+            weight_max=max(s["weight_max"] for s in stats), skipped=sum(not x < float("inf") for x in norms))  # fmt: skip
 
-        # 5. Sync the sampler, if the rule says so.
-        run.resync(row)
-
-        # 6. Log at once, show, save.
-        run.log(row | (before if step == 0 else {}), (start, drawn), dict(
-            step=step, prompt=batch[0]["prompt"], answer=batch[0]["answer"], completion=texts[0], reward=rewards[0]))  # fmt: skip
+        # 5. Sync the sampler, if the rule says so; log at once, save, show.
         line = "{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f} {clip_share:8.1%}"
-        line += f" {sum(r['synced'] for r in run.rows):6d} {{tokens_per_second:9.0f}}"
-        bar.write(line.format(**run.rows[-1]))
-    sampler.sync(model, cfg.steps)
-    run.rows[-1] |= before | run.accuracies()
+        bar.write(run.end_step(row, (start, drawn), batch, graded, dropped, line))
     run.finish(f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
     return run.rows
 

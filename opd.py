@@ -187,11 +187,9 @@ def train(cfg):
     run = Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}")
     model, sampler = run.model, run.sampler
     teacher, vocab = load_teacher(cfg, model, run.tokenizer)
-    if run.rows:
-        before = {k: v for k, v in run.rows[0].items() if "accuracy" in k}
-    else:
+    if not run.before:
         exact = TorchSampler(teacher, "none", "none")
-        before = run.accuracies("_base") | dict(accuracy_teacher=dlc.accuracy(exact, run.held_out, run.tokenizer, cfg))
+        run.before = run.accuracies("_base") | dict(accuracy_teacher=dlc.accuracy(exact, run.held_out, run.tokenizer, cfg))
     print(f"{run.folder}: {cfg.loss}; {cfg.sampler} sampler on {cfg.device}, weights {cfg.weights}, KV {cfg.kv}\n"
           " step version  KL to teacher  reward  discrepancy      lag    ESS  syncs  tokens/s")  # fmt: skip
 
@@ -233,19 +231,12 @@ def train(cfg):
         norm = run.step()
 
         # 3. Measure both gaps and the ESS, sync by the same rules as dlc.py, log.
-        rewards, texts, stopped = dlc.grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
-        row = dict(step=step, version=version, teacher_kl=total / N, teacher_kl_by_q=gap_q / N, reward=sum(rewards) / len(rewards))
+        graded = dlc.grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
+        row = dict(step=step, version=version, teacher_kl=total / N, teacher_kl_by_q=gap_q / N, reward=sum(graded[0]) / len(batch))
         row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
-        row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")), dropped=int(dropped.sum()),
-                    truncated=1 - sum(stopped) / len(batch), kv_scales=list(map(list, sampler.kv_scales)))  # fmt: skip
-        run.resync(row)
-        run.log(row | (before if step == 0 else {}), (start, drawn), dict(
-            step=step, prompt=batch[0]["prompt"], answer=batch[0]["answer"], completion=texts[0], reward=rewards[0]))  # fmt: skip
+        row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")))
         line = "{step:5d} {version:7d} {teacher_kl:14.4f} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f}"
-        line += f" {sum(r['synced'] for r in run.rows):6d} {{tokens_per_second:9.0f}}"
-        bar.write(line.format(**run.rows[-1]))
-    sampler.sync(model, cfg.steps)
-    run.rows[-1] |= before | run.accuracies()
+        bar.write(run.end_step(row, (start, drawn), batch, graded, dropped, line))
     run.finish(f"{cfg.loss}: weights {cfg.weights}, KV {cfg.kv}")
     return run.rows
 
