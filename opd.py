@@ -281,6 +281,18 @@ def falling_fit(quality):
     return [q for q, n in blocks for _ in range(n)]
 
 
+def within(curve, tolerance):
+    """(budget, censored): the largest mismatch whose fitted quality is at most `tolerance` below the clean
+    run's, and whether that is all of them. Sorts `curve` by mismatch and adds `fitted` to its rows."""
+    curve.sort(key=lambda r: r["mismatch"])
+    mean = [sum(r["quality"]) / len(r["quality"]) for r in curve]
+    for row, fitted in zip(curve, falling_fit(mean)):
+        row["fitted"] = fitted
+    clean = next(m for m, r in zip(mean, curve) if r["noise"] == 0)
+    good = [r["mismatch"] for r in curve if r["fitted"] >= clean - tolerance] or [curve[0]["mismatch"]]
+    return max(good), len(good) == len(curve)
+
+
 def calibrate(cfg):
     """Train at every noise level and seed, and find the largest mismatch that still costs at most `tolerance`.
 
@@ -317,14 +329,9 @@ def calibrate(cfg):
     lag = once(dict(lag=steps), lambda run: {str(r["step"]): r["lag"] for r in run}, noise=0.0, steps=steps, sync_every=0)["value"]
     curve = [dict(noise=n, mismatch=probe(cfg, model, data, noise=n), quality=[runs[n, s]["value"] for s in range(cfg.seeds)])
              for n in levels]  # fmt: skip
-    curve.sort(key=lambda r: r["mismatch"])
-    mean = [sum(r["quality"]) / len(r["quality"]) for r in curve]
-    for row, fitted in zip(curve, falling_fit(mean)):
-        row["fitted"] = fitted
-    clean = next(m for m, r in zip(mean, curve) if r["noise"] == 0)
-    good = [r["mismatch"] for r in curve if r["fitted"] >= clean - cfg.tolerance] or [curve[0]["mismatch"]]
+    budget, censored = within(curve, cfg.tolerance)
     seconds = sorted(r["seconds"] for r in runs.values())[len(runs) // 2]
-    result = {"for": fingerprint(cfg), "tolerance": cfg.tolerance, "budget": max(good), "censored": len(good) == len(curve),
+    result = {"for": fingerprint(cfg), "tolerance": cfg.tolerance, "budget": budget, "censored": censored,
               "lag": lag, "curve": curve, "seconds": seconds}  # fmt: skip
     write(Path(cfg.budget), lambda new: new.write_text(json.dumps(result, indent=1)))
     write(Path(cfg.budget).with_suffix(".png"), lambda new: budget_figure(result, new))
