@@ -64,7 +64,7 @@ CURVES = ("reward", "discrepancy", "lag", "ess", "ess_token", "clip_share", "cap
 SIZES = {"2x32": dict(steps=1075, width=32, layers=2), "3x64": {}, "4x128": dict(steps=260, width=128, layers=4)}
 TEACHERS = {"2x32": dict(steps=1200), "3x64": dict(steps=1200), "4x128": dict(steps=350, width=128, layers=4)}
 LEVELS = (0, 0.2, 0.4, 0.8, 1.2, 1.6)  # noise, in standard deviations of each matrix
-OPD_RATES, OPD_STEPS, TOLERANCE = (2.5e-4, 5e-4, 1e-3), 150, 0.05
+OPD_RATES, OPD_STEPS, TOLERANCE = (1.25e-4, 2.5e-4, 5e-4, 1e-3), {"2x32": 150, "3x64": 150, "4x128": 75}, 0.05
 TINY, MEASURE = dlc.tiny_base, dlc.measure
 
 
@@ -234,10 +234,10 @@ def label(how):
     return " ".join(f"{k} {v}" for k, v in how.items())
 
 
-def distil(pair, loss, seed, how, steps=OPD_STEPS, thin=15, **more):
+def distil(pair, loss, seed, how, steps=None, thin=15, **more):
     """A job: train the pair's student with rollouts as `how` says; with no lag named, synchronous."""
     sync = {} if {"lag", "sync_every"} & set(how) else dict(sync_every=1)
-    config = dict(loss=loss, lr=more.pop("lr", None) or best_opd_rate(loss), steps=steps, seed=seed, **how, **sync)
+    config = dict(loss=loss, lr=more.pop("lr", None) or best_opd_rate(loss), steps=steps or OPD_STEPS[pair], seed=seed, **how, **sync)
     return dict(cell=[pair, loss, label(how)], base=SIZES[pair], teacher=TEACHERS[pair], thin=thin, config=config | more)
 
 
