@@ -20,6 +20,7 @@ missing. A run takes one core. The regimes and criteria below were written befor
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import multiprocessing
@@ -64,7 +65,7 @@ CURVES = ("reward", "discrepancy", "lag", "ess", "ess_token", "clip_share", "cap
 SIZES = {"2x32": dict(steps=1075, width=32, layers=2), "3x64": {}, "4x128": dict(steps=260, width=128, layers=4)}
 TEACHERS = {"2x32": dict(steps=1200), "3x64": dict(steps=1200), "4x128": dict(steps=350, width=128, layers=4)}
 LEVELS = (0, 0.2, 0.4, 0.8, 1.2, 1.6)  # noise, in standard deviations of each matrix
-OPD_RATES, OPD_STEPS, TOLERANCE = (1.25e-4, 2.5e-4, 5e-4, 1e-3), {"2x32": 150, "3x64": 150, "4x128": 75}, 0.05
+OPD_RATES, OPD_STEPS, TOLERANCE = (6.25e-5, 1.25e-4, 2.5e-4, 5e-4, 1e-3), {"2x32": 150, "3x64": 150, "4x128": 75}, 0.05
 TINY, MEASURE = dlc.tiny_base, dlc.measure
 
 
@@ -241,7 +242,7 @@ def distil(pair, loss, seed, how, steps=None, thin=15, **more):
     return dict(cell=[pair, loss, label(how)], base=SIZES[pair], teacher=TEACHERS[pair], thin=thin, config=config | more)
 
 
-def clean(noise=0.0):
+def clean(noise=0):
     return dict(weights="bf16", kv="bf16", noise=noise)
 
 
@@ -310,7 +311,7 @@ def opd_runs(seeds):
 
 def stable(seeds):
     """O5: the two losses in the regimes of `compare`: same student, data, batch and number of updates."""
-    jobs = [distil("3x64", loss, s, REGIMES[r] | dict(noise=0.0), steps=300, group_size=8) | dict(cell=[r, loss])
+    jobs = [distil("3x64", loss, s, REGIMES[r] | dict(noise=0), steps=300, group_size=8) | dict(cell=[r, loss])
             for s in range(seeds) for r in ("discrepancy", "lag", "both") for loss in ("full", "sampled")]  # fmt: skip
     run_all("stable", jobs)
 
@@ -647,7 +648,9 @@ def o6():
         return None
     e = prefix_errors(0.3)
     good = (e["same"] < 1e-14) + (e["full"] > 1e-3) + (abs(e["tis"] - e["full"]) > 1e-3) + (e["prefix_weights"] < 1e-14)
-    good += all(b[0] - b[1] > a[0] + a[1] for a, b in zip(grown, grown[1:]))
+    kls = [r["kl"] for r in rows("probes") if r["cell"] == ["3x64", "sequence KL"]]
+    rises = [interval([y - x for x, y in zip(a, b)]) for a, b in zip(kls, kls[1:])]  # each level has the same eight draws
+    good += all(mean - half > 0 for mean, half in rises)
     show = ", ".join(f"{k} {e[k]:.3f}" for k in ("full", "is", "tis", "reinforce")) + f", full with prefix weights {e['prefix_weights']:.0e}"
     said = f"relative error of the gradient under q: {show}; sequence KL at noise " + ", ".join(
         f"{n}: {m:.3f} ± {h:.3f}" for n, (m, h) in zip(LEVELS, grown))  # fmt: skip
@@ -685,14 +688,58 @@ def o8():
     return good + (ratio >= 1.93), 4, "; ".join(said) + f"; tokens of KV cache, one of 28 layers' KV in BF16: {ratio:.2f}x"
 
 
-def claims(_):
-    for name, claim in dict(C1=c1, C2=c2, C3=c3, C4=c4, C5=c5, C6=c6, C7=c7, C8=c8, O1=o1, O2=o2, O3=o3, O4=o4, O5=o5, O6=o6,
-                            O7=o7, O8=o8).items():  # fmt: skip
+# What each claim says, in a few words, and which of its printed lines the README's table shows.
+CLAIMS = {
+    "C1": (c1, "the discrepancy stays about constant, the lag grows", (2, 0)),
+    "C2": (c2, "quantised and synchronous: SC or IS is enough, PPO collapses", (0,)),
+    "C3": (c3, "under lag SC falls behind IS, and PPO against the sampler's weights works", (0, 1)),
+    "C4": (c4, "IS expires: the ESS falls as the lag spreads", (0,)),
+    "C5": (c5, "the exact bias: SC keeps `token`, IS cancels it", (1, 2)),
+    "C6": (c6, "where PPO's reference sits matters", (0, 1)),
+    "C7": (c7, "when the ESS crosses one half depends on the model; a fixed interval is late or wasteful", (0, 2, 4)),
+    "C8": (c8, "DLC holds in both regimes", (0, 1, 2)),
+    "O1": (o1, "one scale for every source", (0, 1)),
+    "O2": (o2, "quality is flat, then falls: a budget", (1, 3)),
+    "O3": (o3, "the cost and the mismatch of a format depend on the model", (0, 2, 4)),
+    "O4": (o4, "some layers are sensitive", (0, 1)),
+    "O5": (o5, "OPD stays stable where RL methods do not", (4, 5)),
+    "O6": (o6, "noise shifts prefixes, which no token weight mends", (0,)),
+    "O7": (o7, "the admission check", (0, 1)),
+    "O8": (o8, "recipes keep the quality; 1.93 times the KV tokens", (0, 1, 2, 3)),
+}
+
+
+def verdicts():
+    """(name, what it says, verdict, printed lines, those the README shows) of every claim."""
+    for name, (claim, what, shown) in CLAIMS.items():
         found = claim()
         good, of, said = found or (0, 1, "no log yet")
-        word = "not run" if found is None else "reproduced" if good == of else "partly" if good else "not reproduced"
-        said += "; " * bool(name == "C5" and drift_said()) + drift_said() * (name == "C5")
-        print(f"{name} {word}\n   " + said.replace("; ", "\n   "))
+        lines = said.split("; ")
+        word = "not run" if found is None else "reproduced" if good == of else f"partly ({good} of {of})" if good else "not reproduced"
+        yield name, what, word, lines + drift_said().split("; ") * (name == "C5" and drift_said() != ""), [lines[i] for i in shown if i < len(lines)]
+
+
+def claims(_):
+    for name, _, word, lines, _ in verdicts():
+        print(f"{name} {word}\n   " + "\n   ".join(lines))
+
+
+def readme(_):
+    """The two tables of the README that come from the logs; a test holds it to them."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        dlc.bias_tables()
+    last = text.getvalue().split("\n\n")[-1].splitlines()[2:]
+    bias = {line.split()[0]: line.split()[1] for line in last}
+    print("| name, with a link to its lines | bias, exact | int3 | lag | both | both, its sampler |\n|---|---|---|---|---|---|")
+    for c, function in dlc.CORRECTIONS.items():
+        show = ["{:.2f} ± {:.2f}".format(*interval(v)) if len(v := cell(r, c, k)) > 1 else "" for r, k in
+                (("discrepancy", "accuracy"), ("lag", "accuracy"), ("both", "accuracy"), ("both", "accuracy_sampler"))]  # fmt: skip
+        line = inspect.getsourcelines(function)[1]
+        print(f"| [`{c}`](dlc.py#L{line}) | {bias[c]} | " + " | ".join(show) + " |")
+    print("\n| claim | what it says | here | measured |\n|---|---|---|---|")
+    for name, what, word, _, shown in verdicts():
+        print(f"| {name} | {what} | {word} | {'; '.join(shown)} |")
 
 
 def save(fig, name):
@@ -792,7 +839,7 @@ def figures(_):
 
 def main():
     commands = dict(tune=tune, compare=compare, gaps=gaps, updates=updates, resync=resync, drift=drift, opd_tune=opd_tune,
-                    probes=probes, opd=opd_runs, stable=stable, claims=claims, figures=figures, table=lambda _: table("compare"))  # fmt: skip
+                    probes=probes, opd=opd_runs, stable=stable, claims=claims, readme=readme, figures=figures, table=lambda _: table("compare"))  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=8)
