@@ -731,12 +731,25 @@ def readme(_):
         dlc.bias_tables()
     last = text.getvalue().split("\n\n")[-1].splitlines()[2:]
     bias = {line.split()[0]: line.split()[1] for line in last}
-    print("| name, with a link to its lines | bias, exact | int3 | lag | both | both, its sampler |\n|---|---|---|---|---|---|")
-    for c, function in dlc.CORRECTIONS.items():
-        show = ["{:.2f} ± {:.2f}".format(*interval(v)) if len(v := cell(r, c, k)) > 1 else "" for r, k in
-                (("discrepancy", "accuracy"), ("lag", "accuracy"), ("both", "accuracy"), ("both", "accuracy_sampler"))]  # fmt: skip
-        line = inspect.getsourcelines(function)[1]
-        print(f"| [`{c}`](dlc.py#L{line}) | {bias[c]} | " + " | ".join(show) + " |")
+    formulas = """
+        reinforce    1
+        is           π/q
+        tis          min(π/q, C)
+        mis          π/q in [½, 5], else 0
+        sc           1                   ; q                          ; ρ
+        tis_sc       min(π/q, C)         ; min(π, C q)                ; min(1, C ρ)
+        ppo_anchor   r = π/π_anchor      ;                            ;              ; clip r
+        ppo_stale    r = π/π_stale       ;                            ;              ; clip r
+        ppo_sampler  r = π/q             ;                            ;              ; clip r
+        dlc          r = π/π_stale       ; q π/π_stale                ; ρ_s          ; clip r
+        dlc_tis      r min(π_stale/q, C) ; (π/π_stale) min(π_stale, C q) ; min(1, C ρ_s) ; clip r = π/π_stale"""
+    print("| name | w | m_v | α | gate | bias | int3 | lag | both | both, its sampler |\n|" + "---|" * 10)
+    for (c, function), line in zip(dlc.CORRECTIONS.items(), formulas.split("\n")[1:]):
+        formula = [x.strip() for x in line.split(maxsplit=1)[1].split(";")]
+        cells = ["{:.2f} ± {:.2f}".format(*interval(v)) if len(v := cell(r, c, k)) > 1 else "" for r, k in
+                 (("discrepancy", "accuracy"), ("lag", "accuracy"), ("both", "accuracy"), ("both", "accuracy_sampler"))]  # fmt: skip
+        link = f"[`{c}`](dlc.py#L{inspect.getsourcelines(function)[1]})"
+        print("| " + " | ".join([link, *formula, *[""] * (4 - len(formula)), bias[c], *cells]) + " |")
     print("\n| claim | what it says | here | measured |\n|---|---|---|---|")
     for name, what, word, _, shown in verdicts():
         print(f"| {name} | {what} | {word} | {'; '.join(shown)} |")
