@@ -27,11 +27,18 @@ trainer scores, and π/q is wrong on every token. Temperature is 1.
 [3] How much mismatch can OPD tolerate, arXiv 2611.11450 (one scale for every source).
 """
 
+import contextlib
 import copy
 import math
+import multiprocessing
 import os
+import signal
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from multiprocessing import resource_tracker
 
 import torch
 import torch.nn.functional as F
@@ -591,3 +598,86 @@ class VLLMSampler(TorchSampler):
         if not greedy:
             rollout.logp_stale, rollout.head_logp_stale = token_logps(self.stale, rollout, True, self.rows)
         return rollout
+
+
+# --------------------------------------------------------------------------------------------------
+# The sampler in a process of its own: it draws the next batches while the trainer trains.
+
+
+def serve(pipe, kind, models, device, options, threads):
+    """All that the process does: answer the requests of ProcessSampler.ask, in their order."""
+    alone = lambda: (multiprocessing.parent_process().join(), os._exit(1))
+    threading.Thread(target=alone, daemon=True).start()  # the trainer may be killed in the middle of a batch
+    send = ThreadPoolExecutor(1).submit  # a batch waits in there for the trainer while the next one is drawn
+    torch.set_num_threads(threads)
+    try:
+        sampler, loaded = kind(copy.deepcopy(models[0]).to(device), **options), None
+        while True:
+            slot, version, *request = pipe.recv()
+            start = time.perf_counter()
+            if version != loaded:
+                sampler.sync(models[slot], version)
+            rollout, loaded = sampler.sample(*request), version
+            arrays = [getattr(rollout, f.name).cpu().numpy() for f in fields(rollout)]
+            send(pipe.send, (arrays, sampler.kv_scales, time.perf_counter() - start))
+    except EOFError:  # the trainer has closed its end
+        pass
+    except Exception as e:  # sent to the trainer, which shows it
+        name = "" if isinstance(e, ValueError) else f"{type(e).__name__} in the sampler's process (--lag shows where): "
+        send(pipe.send, name + " ".join(str(e).split()))
+
+
+class ProcessSampler:
+    """`kind(model, **options)` in a process. Requests and rollouts keep their order and a request says which
+    weights it wants, so nothing depends on who is faster. A process and not a thread: with a small model a
+    step is mostly Python, of which a process runs one thread at a time.
+
+    models   copies of the trainer's model in shared memory. A request names one by its place; it may be
+             written again once a rollout of later weights has been taken
+    threads  trainer and sampler get half of torch's each; what OMP_NUM_THREADS says stays as it is"""
+
+    def __init__(self, kind, models, device, options):
+        self.device, self.threads = device, torch.get_num_threads()
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, self.threads // 2))
+        spawn = multiprocessing.get_context("spawn")
+        try:
+            for model in models:
+                model.cpu().share_memory()
+        except RuntimeError as e:
+            raise ValueError(f"{len(models)} copies of the weights do not fit in shared memory ({str(e).splitlines()[0]}); "
+                             "make /dev/shm larger or --max-lag smaller") from None  # fmt: skip
+        self.pipe, theirs = spawn.Pipe()
+        given = theirs, kind, models, device, options, torch.get_num_threads()
+        self.process = spawn.Process(target=serve, args=given, daemon=True)
+        resource_tracker.ensure_running()  # else `start` starts it, which unblocks the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is the trainer's
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()  # so that the end of the process is the end of the pipe
+
+    def ask(self, slot, version, *request):
+        """Ask for `sample(*request)` by the weights models[slot], which are those of `version`; returns at once."""
+        with contextlib.suppress(OSError):  # its process is gone: `take` says so
+            self.pipe.send((slot, version, *request))
+
+    def take(self):
+        """(rollout, KV scales, seconds that it took to load the weights and sample) of the earliest request not
+        yet taken; waits for it. ValueError: an error in the process, or its end."""
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            raise ValueError(f"the sampler's process ended with exit code {self.process.exitcode} (-9: killed, maybe for "
+                             "want of memory); go on from the last saved step with --resume") from None  # fmt: skip
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return Rollout(*(torch.from_numpy(x).to(self.device) for x in answer[0])), *answer[1:]
+
+    def close(self):
+        self.process.kill()  # it holds nothing that is worth saving
+        self.process.join()
+        self.pipe.close()
+        torch.set_num_threads(self.threads)
