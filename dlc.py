@@ -30,6 +30,7 @@ All corrections are one loss; a correction says what w, m, α and the clipped ra
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -488,13 +489,12 @@ class Run:
         extra = dict(memory=cfg.sampler_memory) if cfg.sampler == "vllm" else {}
         options = dict(weights=cfg.weights, kv=cfg.kv, keep_bf16=keep, noise=cfg.noise, head_k=cfg.head_k,
                        probe=probe, seed=cfg.seed, rows=cfg.micro_batch, **extra)  # fmt: skip
-        self.sampler, self.worker = kind_of(self.model, **options), None
+        self.sampler = kind_of(self.model, **options)
         # What the next D+1 steps sample with: (version, its place among `models`, why). A place is written again
         # D+1 publications later, when no step to come samples with what it held.
         D = cfg.lag or cfg.max_lag or 0
         self.plan = deque([(0, 0, None)] * (D + 1), maxlen=D + 1)
         self.models = [copy.deepcopy(self.model) for _ in range(min(D, cfg.steps) + 1)] if D else [self.model]
-        self.process = kind_of, self.models, self.model.device, options
         if cfg.resume:
             self.folder = Path(cfg.resume)
             self.restore()
@@ -507,14 +507,11 @@ class Run:
             write(self.folder / "config.json", lambda new: new.write_text(config))
         self.logs = [open(self.folder / f"{name}.jsonl", "a") for name in ("metrics", "samples")]
 
-    def __enter__(self):
-        if self.cfg.async_:
-            self.worker = ProcessSampler(*self.process)
-            for step, due in enumerate(self.plan, len(self.rows)):
-                self.ask(step, due)
-        return self
+        self.worker = ProcessSampler(kind_of, self.models, self.model.device, options) if cfg.async_ else None
+        for step, due in enumerate(self.plan, len(self.rows)):
+            self.ask(step, due)
 
-    def __exit__(self, *_):  # however the run ends, the process ends
+    def close(self):
         if self.worker:
             self.worker.close()
 
@@ -548,20 +545,15 @@ class Run:
         return batch, ([r["ids"] for r in batch], cfg.max_new_tokens, seed)
 
     def ask(self, step, due):
-        """Have the process sample a step to come, with the weights that are due then."""
-        if step < self.cfg.steps:
-            version, place, _ = due
-            self.worker.ask(place, version, *self.request(step)[1])
+        """With --async: have the process sample a step to come, with the weights that are due then."""
+        if self.worker and step < self.cfg.steps:
+            self.worker.ask(*due[:2], *self.request(step)[1])
 
     def draw(self, step):
         """(data rows, rollout, dropped): a group of responses to each of the step's prompts, from q. A
         response with a log-prob of inf or NaN is masked out, and marked in `dropped` (B,)."""
         batch, how = self.request(step)
-        if self.worker:
-            rollout, self.kv_scales, self.seconds_sample = self.worker.take()
-        else:
-            start, rollout = time.perf_counter(), self.sampler.sample(*how)
-            self.kv_scales, self.seconds_sample = self.sampler.kv_scales, time.perf_counter() - start
+        rollout = self.worker.take() if self.worker else self.sampler.sample(*how)
         dropped = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
         rollout.mask = rollout.mask & ~dropped[:, None]
         return batch, rollout, dropped
@@ -584,10 +576,9 @@ class Run:
         self.plan.append((version, place, reason) if reason else self.plan[-1])
         due, place, reason = self.plan[0]
         row |= dict(synced=due != row["version"], sync_reason=reason if due != row["version"] else None)
-        if self.worker:
-            self.ask(row["step"] + self.plan.maxlen, self.plan[-1])
-        elif row["synced"]:
+        if row["synced"] and not self.worker:
             self.sampler.sync(self.models[place], due)
+        self.ask(row["step"] + self.plan.maxlen, self.plan[-1])
 
     def end_step(self, row, times, batch, graded, dropped, line):
         """The end of a step, which dlc.py and opd.py share: sync by the rules, write the step's numbers
@@ -595,12 +586,12 @@ class Run:
         times: when the step began and when it had its rollouts; graded: what `grade` gave."""
         (rewards, texts, stopped), first = graded, batch[0]
         row |= dict(dropped=int(dropped.sum()), truncated=1 - sum(stopped) / len(batch),
-                    kv_scales=list(map(list, self.kv_scales)))  # fmt: skip
+                    kv_scales=list(map(list, (self.worker or self.sampler).kv_scales)))  # fmt: skip
         self.resync(row)
         shown = dict(step=row["step"], prompt=first["prompt"], answer=first["answer"], completion=texts[0], reward=rewards[0])
         start, drawn, end = *times, time.perf_counter()
-        row |= dict(seconds_sample=self.seconds_sample, seconds_wait=drawn - start, seconds_train=end - drawn,
-                    tokens_per_second=row["tokens"] / (end - start))  # fmt: skip
+        row |= dict(seconds_sample=self.worker.seconds if self.worker else drawn - start, seconds_wait=drawn - start,
+                    seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))  # fmt: skip
         row |= self.before if row["step"] == 0 else {}
         self.rows.append(row)
         for file, x in zip(self.logs, (row, shown)):
@@ -708,10 +699,10 @@ def check(cfg):
         for k, v in least.items()] + [
         ("seed", 0 <= cfg.seed < 2**40, "a number from 0 up to 2^40"),
         ("sync_ess", (cfg.sync_ess or 0) <= 1, "at most 1, a share of the batch"),
-        ("lag", cfg.lag is None or cfg.sync_every is cfg.sync_ess is None, "alone: no --sync-every or --sync-ess"),
-        ("lag", cfg.lag is None or not cfg.async_, "left out with --async, whose lag is --max-lag"),
+        ("lag", cfg.lag is None or cfg.sync_every is cfg.sync_ess is None and not cfg.async_,
+         "alone: no --sync-every, --sync-ess or --async (which has --max-lag)"),
         ("max_lag", cfg.max_lag is None or cfg.async_, "left out without --async"),
-        ("max_lag", cfg.max_lag is None or 1 <= cfg.max_lag < float("inf"), "at least 1: at 0 nothing overlaps, which is --lag 0"),
+        ("max_lag", cfg.max_lag is None or 1 <= cfg.max_lag < float("inf"), "at least 1: at 0 nothing overlaps (--lag 0)"),
         ("sampler", cfg.sampler == "torch" or not cfg.async_, "torch with --async"),
         ("minibatches", batch % max(1, cfg.minibatches) == 0, f"a divisor of the batch, {batch} responses"),
         ("micro_batch", mini % max(1, cfg.micro_batch) == 0, f"a divisor of a minibatch, {mini} responses"),
@@ -733,7 +724,7 @@ def check(cfg):
 def train(cfg):
     """Run `cfg`; one flat dict a step. The last one also holds the accuracies, before and after."""
     cfg = check(cfg)
-    with Run(cfg, cfg.model or tiny_base(), f"dlc-{cfg.correction}") as run:
+    with contextlib.closing(Run(cfg, cfg.model or tiny_base(), f"dlc-{cfg.correction}")) as run:
         return loop(cfg, run)
 
 

@@ -23,6 +23,7 @@ Letters as in dlc.py; the teacher is never called q.  logp_teacher: log π_T.
 [2] Agarwal et al., On-policy distillation of language models, arXiv 2306.13649.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -184,7 +185,7 @@ def load_teacher(cfg, student, tokenizer):
 def train(cfg):
     """Run `cfg`; one flat dict a step. The last one also holds accuracies: student, teacher, distilled."""
     cfg = check(cfg)
-    with Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}") as run:
+    with contextlib.closing(Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}")) as run:
         return loop(cfg, run)
 
 
