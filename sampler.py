@@ -38,7 +38,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from multiprocessing import resource_tracker
 
 import torch
 import torch.nn.functional as F
@@ -606,6 +605,7 @@ class VLLMSampler(TorchSampler):
 
 def serve(pipe, kind, models, device, options, threads):
     """All that the process does: answer the requests of ProcessSampler.ask, in their order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the trainer ends both
     orphaned = lambda: (multiprocessing.parent_process().join(), os._exit(1))
     threading.Thread(target=orphaned, daemon=True).start()  # the trainer may die in the middle of a batch
     send = ThreadPoolExecutor(1).submit  # batches wait in there for the trainer while the next one is drawn
@@ -649,13 +649,8 @@ class ProcessSampler:
         self.pipe, theirs = spawn.Pipe()
         given = theirs, kind, models, device, options, torch.get_num_threads()
         self.process = spawn.Process(target=serve, args=given, daemon=True)
-        resource_tracker.ensure_running()  # else `start` starts it, which unblocks the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for the trainer
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()  # so that the pipe ends with the process
+        self.process.start()
+        theirs.close()  # so that the pipe ends with the process
 
     def ask(self, version, place, *request):
         """Request `sample(*request)` with the weights of models[place], those of step `version`."""
