@@ -30,6 +30,7 @@ All corrections are one loss; a correction says what w, m, α and the clipped ra
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -53,8 +54,8 @@ from matplotlib import pyplot as plt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from sampler import (FORMATS, KV_FORMATS, Rollout, TorchSampler, VLLMSampler, mismatch, tail,
-                     token_logps)  # fmt: skip
+from sampler import (FORMATS, KV_FORMATS, ProcessSampler, Rollout, TorchSampler, VLLMSampler, mismatch,
+                     tail, token_logps)  # fmt: skip
 
 matplotlib.use("Agg")
 transformers.utils.logging.disable_progress_bar()
@@ -70,6 +71,8 @@ class Config:  # a field is an option, and the comment beside it is its help
     sync_every: int | None = None  # sampler takes over the weights after N steps (0: never)
     sync_ess: float | None = None  # ... when ESS/B < F (0: off; 0.5 if no sync option is given)
     lag: int | None = None  # ... sampler has the weights of D steps ago; excludes the other two
+    async_: bool = False  # sample in another process while training; a sync acts D steps later
+    max_lag: int | None = None  # D of --async; with no sync rule, as --lag D (default: 1)
     ess_level: str = "sequence"  # what the ESS counts: sequence or token
     model: str | None = None  # Hugging Face causal LM, folder or name (default: a tiny one)
     data: str | None = None  # JSONL of {"prompt": text, "answer": text} (default: sums)
@@ -484,11 +487,14 @@ class Run:
         keep = keep_list(cfg.keep_bf16, self.model)
         probe = [(r["ids"] * 32)[:32] for r in self.data[:4]]  # what the KV scales are calibrated on
         extra = dict(memory=cfg.sampler_memory) if cfg.sampler == "vllm" else {}
-        self.sampler = kind_of(self.model, cfg.weights, cfg.kv, keep, cfg.noise, cfg.head_k, probe=probe,
-                               seed=cfg.seed, rows=cfg.micro_batch, **extra)  # fmt: skip
-        self.past = deque(maxlen=(cfg.lag or 0) + 1)  # with --lag D: the models of the last D+1 steps
-        if cfg.lag is not None:
-            self.past.append(copy.deepcopy(self.model))
+        options = dict(weights=cfg.weights, kv=cfg.kv, keep_bf16=keep, noise=cfg.noise, head_k=cfg.head_k,
+                       probe=probe, seed=cfg.seed, rows=cfg.micro_batch, **extra)  # fmt: skip
+        self.sampler = kind_of(self.model, **options)
+        # What the next D+1 steps sample with: (version, its place among `models`, why). A place is written again
+        # D+1 publications later, when no step to come samples with what it held.
+        D = cfg.lag or cfg.max_lag or 0
+        self.plan = deque([(0, 0, None)] * (D + 1), maxlen=D + 1)
+        self.models = [copy.deepcopy(self.model) for _ in range(min(D, cfg.steps) + 1)] if D else [self.model]
         if cfg.resume:
             self.folder = Path(cfg.resume)
             self.restore()
@@ -500,6 +506,14 @@ class Run:
             config = json.dumps(dataclasses.asdict(cfg) | dict(versions=versions), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
         self.logs = [open(self.folder / f"{name}.jsonl", "a") for name in ("metrics", "samples")]
+
+        self.worker = ProcessSampler(kind_of, self.models, self.model.device, options) if cfg.async_ else None
+        for step, due in enumerate(self.plan, len(self.rows)):
+            self.ask(step, due)
+
+    def close(self):
+        if self.worker:
+            self.worker.close()
 
     def accuracies(self, suffix=""):
         """Greedy accuracy on held-out prompts, of the trainer's model and of the sampler as it is."""
@@ -523,33 +537,48 @@ class Run:
             p.data.copy_(w.data) if w is not p else None
         return norm
 
-    def draw(self, step):
-        """(data rows, rollout, dropped): a group of responses to each of the step's prompts, from q. A
-        response with a log-prob of inf or NaN is masked out, and marked in `dropped` (B,)."""
+    def request(self, step):
+        """(data rows, the arguments of `sample`) of a step: a function of (--seed, step)."""
         cfg, seed = self.cfg, self.cfg.seed * 1_000_003 + step
         picked = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(seed))[: cfg.prompts]
         batch = [self.data[i] for i in picked for _ in range(cfg.group_size)]
-        rollout = self.sampler.sample([r["ids"] for r in batch], cfg.max_new_tokens, seed)
+        return batch, ([r["ids"] for r in batch], cfg.max_new_tokens, seed)
+
+    def ask(self, step, due):
+        """With --async: have the process sample a step to come, with the weights that are due then."""
+        if self.worker and step < self.cfg.steps:
+            self.worker.ask(*due[:2], *self.request(step)[1])
+
+    def draw(self, step):
+        """(data rows, rollout, dropped): a group of responses to each of the step's prompts, from q. A
+        response with a log-prob of inf or NaN is masked out, and marked in `dropped` (B,)."""
+        batch, how = self.request(step)
+        rollout = self.worker.take() if self.worker else self.sampler.sample(*how)
         dropped = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
         rollout.mask = rollout.mask & ~dropped[:, None]
         return batch, rollout, dropped
 
     def resync(self, row):
-        """After a step: give the sampler the weights of now, or with --lag D those of D steps ago, if a
-        rule says so; adds to `row` whether and why."""
-        cfg, version, weights = self.cfg, row["step"] + 1, self.model
+        """After step t: publish the weights of now for step t+1+D, if a rule says so, and have the sampler go on
+        with those that are due at step t+1. Adds to `row` whether they are others, and why. D: 0 but for
+        --lag and --async."""
+        cfg, version, (latest, place, _) = self.cfg, row["step"] + 1, self.plan[-1]
         share = row["ess" if cfg.ess_level == "sequence" else "ess_token"]
-        due = cfg.sync_every and version - self.sampler.version >= cfg.sync_every
+        due = cfg.sync_every and version - latest >= cfg.sync_every
         reason = f"every {cfg.sync_every}" if due else None
         if not due and share < (cfg.sync_ess or 0):
             reason = f"ess {share:.3f} < {cfg.sync_ess}"
-        if cfg.lag is not None:
-            self.past.append(copy.deepcopy(self.model))
-            version, weights = max(0, version - cfg.lag), self.past[0]
-            reason = f"lag {cfg.lag}" if version != self.sampler.version else None
+        if cfg.lag is not None or cfg.async_ and cfg.sync_every is cfg.sync_ess is None:
+            reason = f"lag {self.plan.maxlen - 1}"
         if reason:
-            self.sampler.sync(weights, version)
-        row |= dict(synced=reason is not None, sync_reason=reason)
+            place = (place + 1) % len(self.models)
+            self.models[place].load_state_dict(self.model.state_dict())  # itself, where D is 0
+        self.plan.append((version, place, reason) if reason else self.plan[-1])
+        due, place, reason = self.plan[0]
+        row |= dict(synced=due != row["version"], sync_reason=reason if due != row["version"] else None)
+        if row["synced"] and not self.worker:
+            self.sampler.sync(self.models[place], due)
+        self.ask(row["step"] + self.plan.maxlen, self.plan[-1])
 
     def end_step(self, row, times, batch, graded, dropped, line):
         """The end of a step, which dlc.py and opd.py share: sync by the rules, write the step's numbers
@@ -557,18 +586,19 @@ class Run:
         times: when the step began and when it had its rollouts; graded: what `grade` gave."""
         (rewards, texts, stopped), first = graded, batch[0]
         row |= dict(dropped=int(dropped.sum()), truncated=1 - sum(stopped) / len(batch),
-                    kv_scales=list(map(list, self.sampler.kv_scales)))  # fmt: skip
+                    kv_scales=list(map(list, (self.worker or self.sampler).kv_scales)))  # fmt: skip
         self.resync(row)
         shown = dict(step=row["step"], prompt=first["prompt"], answer=first["answer"], completion=texts[0], reward=rewards[0])
         start, drawn, end = *times, time.perf_counter()
-        row |= dict(seconds_sample=drawn - start, seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))
+        row |= dict(seconds_sample=self.worker.seconds if self.worker else drawn - start, seconds_wait=drawn - start,
+                    seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))  # fmt: skip
         row |= self.before if row["step"] == 0 else {}
         self.rows.append(row)
         for file, x in zip(self.logs, (row, shown)):
             print(json.dumps(x), file=file, flush=True)
         if (row["step"] + 1) % self.cfg.save_every == 0 or row["step"] + 1 == self.cfg.steps:
-            sampled = self.past if self.cfg.lag is not None else [self.sampler.stale]
-            state = dict(step=row["step"], version=self.sampler.version, optimizer=self.optimizer.state_dict(),
+            sampled = self.models if self.plan.maxlen > 1 else [self.sampler.stale]
+            state = dict(step=row["step"], plan=list(self.plan), optimizer=self.optimizer.state_dict(),
                          master=[w.detach() for w in self.master], sampled=[m.state_dict() for m in sampled])  # fmt: skip
             write(self.folder / "state.pt", lambda new: torch.save(state, new))
         line += " {syncs:6d} {tokens_per_second:9.0f}"
@@ -578,12 +608,11 @@ class Run:
         """Back to the last saved step. Nothing else is state: the random numbers of a step are a
         function of (seed, step)."""
         state = torch.load(self.folder / "state.pt", weights_only=True, map_location=self.model.device)
-        self.past.clear()
-        for weights in state["sampled"]:
-            self.model.load_state_dict(weights)
-            if self.cfg.lag is not None:
-                self.past.append(copy.deepcopy(self.model))
-        self.sampler.sync(self.past[0] if self.past else self.model, state["version"])
+        for model, weights in zip(self.models, state["sampled"]):  # with D = 0, self.model for a moment
+            model.load_state_dict(weights)
+        self.plan.extend(state["plan"])
+        version, place, _ = self.plan[0]
+        self.sampler.sync(self.models[place], version)
         self.optimizer.load_state_dict(state["optimizer"])
         for p, w, saved in zip(self.params, self.master, state["master"]):
             p.data.copy_(w.data.copy_(saved))
@@ -655,7 +684,8 @@ def check(cfg):
     if cfg.model:
         fill = dict(steps=20, prompts=8, lr=1e-5, max_new_tokens=12)
     fill["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    fill["sync_ess"] = 0.5 if cfg.sync_every is cfg.lag is None else None
+    fill["sync_ess"] = 0.5 if cfg.sync_every is cfg.lag is None and not cfg.async_ else None
+    fill["max_lag"] = 1 if cfg.async_ else None
     cfg = dataclasses.replace(cfg, **{k: v for k, v in fill.items() if getattr(cfg, k) is None})
     batch = cfg.prompts * cfg.group_size
     mini = batch // max(1, cfg.minibatches)
@@ -669,7 +699,11 @@ def check(cfg):
         for k, v in least.items()] + [
         ("seed", 0 <= cfg.seed < 2**40, "a number from 0 up to 2^40"),
         ("sync_ess", (cfg.sync_ess or 0) <= 1, "at most 1, a share of the batch"),
-        ("lag", cfg.lag is None or cfg.sync_every is cfg.sync_ess is None, "alone: no --sync-every or --sync-ess"),
+        ("lag", cfg.lag is None or cfg.sync_every is cfg.sync_ess is None and not cfg.async_,
+         "alone: no --sync-every, --sync-ess or --async (which has --max-lag)"),
+        ("max_lag", cfg.max_lag is None or cfg.async_, "left out without --async"),
+        ("max_lag", cfg.max_lag is None or 1 <= cfg.max_lag < float("inf"), "at least 1: at 0 nothing overlaps (--lag 0)"),
+        ("sampler", cfg.sampler == "torch" or not cfg.async_, "torch with --async"),
         ("minibatches", batch % max(1, cfg.minibatches) == 0, f"a divisor of the batch, {batch} responses"),
         ("micro_batch", mini % max(1, cfg.micro_batch) == 0, f"a divisor of a minibatch, {mini} responses"),
         ("device", re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device), "cpu, cuda or cuda:N"),
@@ -681,7 +715,7 @@ def check(cfg):
     ]  # fmt: skip
     for name, good, need in rules:
         if not good:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {need}")
+            raise ValueError(f"{option(name)} {getattr(cfg, name)}: must be {need}")
     if cfg.data:
         read_data(cfg.data)  # before a model is made or loaded
     return cfg
@@ -690,7 +724,11 @@ def check(cfg):
 def train(cfg):
     """Run `cfg`; one flat dict a step. The last one also holds the accuracies, before and after."""
     cfg = check(cfg)
-    run = Run(cfg, cfg.model or tiny_base(), f"dlc-{cfg.correction}")
+    with contextlib.closing(Run(cfg, cfg.model or tiny_base(), f"dlc-{cfg.correction}")) as run:
+        return loop(cfg, run)
+
+
+def loop(cfg, run):
     model, sampler = run.model, run.sampler
     run.before = run.before or run.accuracies("_base")
     print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights {cfg.weights}, KV {cfg.kv}\n"
@@ -699,7 +737,7 @@ def train(cfg):
     bar = tqdm(range(len(run.rows), cfg.steps), initial=len(run.rows), total=cfg.steps)
     for step in bar:
         # 1. Sample a group of responses to each prompt from q.
-        start, version = time.perf_counter(), sampler.version
+        start = time.perf_counter()
         batch, rollout, dropped = run.draw(step)
         drawn = time.perf_counter()
 
@@ -733,7 +771,7 @@ def train(cfg):
             norms.append(run.step())
 
         # 4. Measure both gaps and the ESS, on the batch as it was before its first update.
-        row = dict(step=step, version=version, reward=float(R.nanmean().nan_to_num(0)))
+        row = dict(step=step, version=int(rollout.version[0, 0]), reward=float(R.nanmean().nan_to_num(0)))
         row |= measure(rollout, *(map(torch.cat, zip(*seen)) if fresh is None else fresh), cfg.cap)
         row |= dict(
             clip_share=sum(s["clipped"] for s in stats) / max(1, row["tokens"]), grad_norm=max(norms),
@@ -744,6 +782,11 @@ def train(cfg):
         bar.write(run.end_step(row, (start, drawn), batch, graded, dropped, line))
     run.finish(f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
     return run.rows
+
+
+def option(field):
+    """max_lag is --max-lag; async_, without the underscore a word of Python's, is --async."""
+    return "--" + field.rstrip("_").replace("_", "-")
 
 
 def parse(config, argv, description, skip=()):
@@ -761,11 +804,11 @@ def parse(config, argv, description, skip=()):
         kind = next(t for t in (bool, int, float, str) if t in (f.type, *typing.get_args(f.type)))
         how = dict(action="store_true") if kind is bool else dict(type=kind, metavar=kind.__name__.upper())
         text = comments[f.name] + (f" (default: {f.default})" if kind is not bool and f.default not in (None, "") else "")
-        parser.add_argument("--" + f.name.replace("_", "-"), help=text, **how)
+        parser.add_argument(option(f.name), dest=f.name, help=text, **how)
     given = vars(parser.parse_args(argv))
     if "resume" in given:
         if other := set(given) - {"resume", "steps"}:
-            raise ValueError(f"--resume: all but --steps comes from that run; leave out --{other.pop()}")
+            raise ValueError(f"--resume: all but --steps comes from that run; leave out {option(other.pop())}")
         try:
             stored = json.loads((Path(given["resume"]) / "config.json").read_text())
             del stored["versions"]

@@ -23,6 +23,7 @@ Letters as in dlc.py; the teacher is never called q.  logp_teacher: log π_T.
 [2] Agarwal et al., On-policy distillation of language models, arXiv 2306.13649.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -184,7 +185,11 @@ def load_teacher(cfg, student, tokenizer):
 def train(cfg):
     """Run `cfg`; one flat dict a step. The last one also holds accuracies: student, teacher, distilled."""
     cfg = check(cfg)
-    run = Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}")
+    with contextlib.closing(Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}")) as run:
+        return loop(cfg, run)
+
+
+def loop(cfg, run):
     model, sampler = run.model, run.sampler
     teacher, vocab = load_teacher(cfg, model, run.tokenizer)
     if not run.before:
@@ -196,7 +201,7 @@ def train(cfg):
     bar = tqdm(range(len(run.rows), cfg.steps), initial=len(run.rows), total=cfg.steps)
     for step in bar:
         # 1. The student samples from q.
-        start, version = time.perf_counter(), sampler.version
+        start = time.perf_counter()
         batch, rollout, dropped = run.draw(step)
         padding = (rollout.tokens >= vocab).any(1)  # a token that only the student's padded head has
         dropped, rollout.mask = dropped | padding, rollout.mask & ~padding[:, None]
@@ -232,7 +237,8 @@ def train(cfg):
 
         # 3. Measure both gaps and the ESS, sync by the same rules as dlc.py, log.
         graded = dlc.grade(rollout, batch, sampler.stop_ids, run.tokenizer, cfg)
-        row = dict(step=step, version=version, teacher_kl=total / N, teacher_kl_by_q=gap_q / N, reward=sum(graded[0]) / len(batch))
+        row = dict(step=step, version=int(rollout.version[0, 0]), teacher_kl=total / N, teacher_kl_by_q=gap_q / N)
+        row["reward"] = sum(graded[0]) / len(batch)
         row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
         row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")))
         line = "{step:5d} {version:7d} {teacher_kl:14.4f} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} {ess:6.3f}"
@@ -300,7 +306,8 @@ def calibrate(cfg):
     student, qualities over seeds, fitted quality), `lag` (lag in steps -> mismatch, from the clean
     run's weights), `budget` in nats a token, `censored` (quality never fell), `seconds` of one training run."""
     folder = Path(cfg.out or f"{Path(cfg.budget).with_suffix('')}-runs")
-    cfg = check(dataclasses.replace(cfg, weights="bf16", kv="bf16", out=None, lag=None, sync_every=None, sync_ess=None))
+    cfg = check(dataclasses.replace(cfg, weights="bf16", kv="bf16", out=None, lag=None, sync_every=None, sync_ess=None,
+                                    async_=False, max_lag=None))  # fmt: skip
     try:
         levels = sorted({float(x) for x in cfg.levels.split(",")})
         assert levels[0] == 0 and levels[-1] < float("inf")
@@ -369,7 +376,7 @@ def admit(cfg, budget):
     keep = dlc.keep_list(cfg.keep_bf16, model)
     parts = dict(weights=dict(kv="bf16", noise=0.0), kv=dict(weights="bf16", noise=0.0), noise=dict(weights="bf16", kv="bf16"))
     by_source = {k: probe(cfg, model, data, keep_bf16=keep, **how) for k, how in parts.items()}
-    lag = str(cfg.lag or 0)
+    lag = str(cfg.lag or cfg.max_lag or 0)
     by_source["lag"] = {"0": 0.0, **budget["lag"]}.get(lag, float("inf"))
     total = probe(cfg, model, data, keep_bf16=keep) + by_source["lag"]
     return dict(mismatch=total, by_source=by_source, budget=budget["budget"], admitted=total <= budget["budget"],
@@ -462,11 +469,11 @@ def tools(cfg, named):
             assert {"for", "budget", "lag", "seconds"} <= set(budget)
         except (ValueError, AssertionError, TypeError):
             raise ValueError(f"--budget {cfg.budget}: not a budget; run python opd.py --calibrate") from None
-        todo = [cfg] if named else [dataclasses.replace(cfg, **how) for how in STANDARD]
+        todo = [check(cfg)] if named else [dataclasses.replace(cfg, **how) for how in STANDARD]
         print(f"{'weights':10}{'kv':10}{'noise':>6}{'lag':>5}{'mismatch':>11}{'budget':>10}  verdict   by source")
         for c in todo:
             out = admit(copy.copy(c), budget)
-            print(f"{c.weights:10}{c.kv:10}{c.noise:6.2f}{c.lag or 0:5d}{out['mismatch']:11.5f}{out['budget']:10.5f}  "
+            print(f"{c.weights:10}{c.kv:10}{c.noise:6.2f}{c.lag or c.max_lag or 0:5d}{out['mismatch']:11.5f}{out['budget']:10.5f}  "
                   f"{'ADMIT ' if out['admitted'] else 'REJECT'}   " + ", ".join(f"{k} {v:.5f}" for k, v in out["by_source"].items())
                   + f"; {out['seconds']:.2f} s, {out['seconds'] / budget['seconds']:.1%} of a training run")  # fmt: skip
         return 3 if named and not out["admitted"] else 0
@@ -477,7 +484,7 @@ def main(argv=None):
     try:
         cfg = parse(Config, argv, __doc__.splitlines()[0], UNUSED)
         if cfg.capacity is not None or cfg.calibrate or cfg.admit or cfg.sensitivity:
-            return tools(cfg, cfg.given & {"weights", "kv", "keep_bf16", "lag", "noise"})
+            return tools(cfg, cfg.given & {"weights", "kv", "keep_bf16", "lag", "async_", "noise"})
         last = train(cfg)[-1]
     except (ValueError, OSError) as e:
         return print(f"opd.py: error: {e}", file=sys.stderr) or 2

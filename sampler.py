@@ -27,10 +27,16 @@ trainer scores, and π/q is wrong on every token. Temperature is 1.
 [3] How much mismatch can OPD tolerate, arXiv 2611.11450 (one scale for every source).
 """
 
+import contextlib
 import copy
 import math
+import multiprocessing
 import os
+import signal
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import torch
@@ -591,3 +597,82 @@ class VLLMSampler(TorchSampler):
         if not greedy:
             rollout.logp_stale, rollout.head_logp_stale = token_logps(self.stale, rollout, True, self.rows)
         return rollout
+
+
+# --------------------------------------------------------------------------------------------------
+# The sampler in a process of its own: it draws the next batches while the trainer trains.
+
+
+def serve(pipe, kind, models, device, options, threads):
+    """All that the process does: answer the requests of ProcessSampler.ask, in their order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the trainer ends both
+    orphaned = lambda: (multiprocessing.parent_process().join(), os._exit(1))
+    threading.Thread(target=orphaned, daemon=True).start()  # the trainer may die in the middle of a batch
+    send = ThreadPoolExecutor(1).submit  # batches wait in there for the trainer while the next one is drawn
+    torch.set_num_threads(threads)
+    try:
+        sampler, loaded = kind(copy.deepcopy(models[0]).to(device), **options), None
+        while True:
+            version, place, *request = pipe.recv()
+            start = time.perf_counter()
+            if version != loaded:
+                sampler.sync(models[place], version)
+            rollout, loaded = sampler.sample(*request), version
+            arrays = [getattr(rollout, f.name).cpu().numpy() for f in fields(rollout)]
+            send(pipe.send, (arrays, sampler.kv_scales, time.perf_counter() - start))
+    except EOFError:  # the trainer has closed its end
+        pass
+    except Exception as e:  # for the trainer to show
+        name = "" if isinstance(e, ValueError) else f"{type(e).__name__} in the sampler's process (--lag shows where): "
+        send(pipe.send, name + " ".join(str(e).split()))
+
+
+class ProcessSampler:
+    """`kind(model, **options)` in a process: with a small model a step is mostly Python, which a process runs in
+    one thread at a time, so a thread would not overlap. Requests and rollouts keep their order and a
+    request names its weights, so the numbers do not depend on who is faster.
+
+    models   copies of the trainer's, moved to shared memory; to be written again once it is out of use
+    threads  of a CPU: each side gets half of torch's, or all that OMP_NUM_THREADS says"""
+
+    def __init__(self, kind, models, device, options):
+        self.device, self.threads = device, torch.get_num_threads()
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, self.threads // 2))
+        try:
+            for model in models:
+                model.cpu().share_memory()
+        except RuntimeError as e:
+            raise ValueError(f"{len(models)} copies of the weights do not fit in shared memory ({str(e).splitlines()[0]}); "
+                             "make /dev/shm larger or --max-lag smaller") from None  # fmt: skip
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        given = theirs, kind, models, device, options, torch.get_num_threads()
+        self.process = spawn.Process(target=serve, args=given, daemon=True)
+        self.process.start()
+        theirs.close()  # so that the pipe ends with the process
+
+    def ask(self, version, place, *request):
+        """Request `sample(*request)` with the weights of models[place], those of step `version`."""
+        with contextlib.suppress(OSError):  # the process is gone: `take` says so
+            self.pipe.send((version, place, *request))
+
+    def take(self):
+        """The rollout of the earliest request not yet taken; waits for it. Sets its kv_scales, and `seconds`: to
+        load the weights and sample. ValueError: the process failed or died."""
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            raise ValueError(f"the sampler's process died, exit code {self.process.exitcode} (-9: killed, perhaps for want "
+                             "of memory); go on from the last saved step with --resume") from None  # fmt: skip
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        arrays, self.kv_scales, self.seconds = answer
+        return Rollout(*(torch.from_numpy(x).to(self.device) for x in arrays))
+
+    def close(self):
+        self.process.kill()  # it holds nothing worth saving
+        self.process.join()
+        self.pipe.close()
+        torch.set_num_threads(self.threads)

@@ -15,7 +15,7 @@ import dlc
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = """correction weights kv keep-bf16 noise sync-every sync-ess lag ess-level model data
-    steps prompts group-size minibatches micro-batch lr optimizer dtype clip cap head-k
+    async max-lag steps prompts group-size minibatches micro-batch lr optimizer dtype clip cap head-k
     max-new-tokens seed device out resume save-every bias""".split()
 GOOD = [json.dumps(dict(prompt=f"{i}+1=", answer=str(i + 1))) for i in range(4)]
 FILES = dict(
@@ -68,7 +68,7 @@ def test_help_names_every_option_with_its_default(tmp_path, monkeypatch):
     assert set(OPTIONS) <= set(text) and min(map(len, text.values())) > 8
     small, large = dlc.check(dlc.Config()), dlc.check(dlc.Config(model="x"))
     for f in dlc.dataclasses.fields(dlc.Config):
-        said = text[f.name.replace("_", "-")]
+        said = text[f.name.rstrip("_").replace("_", "-")]
         if f.name in ("steps", "prompts", "lr", "max_new_tokens"):  # they depend on --model
             a, b = getattr(small, f.name), getattr(large, f.name)
             assert f"(default: {a}; {b} with --model)" in said
@@ -82,6 +82,7 @@ BAD = """--correction ppo|--weights fp4|--kv int8|--steps -1|--steps 0|--steps t
 --minibatches 4 --prompts 2 --group-size 3|--micro-batch 3 --prompts 2 --group-size 4|--head-k 0
 --micro-batch 0|--max-new-tokens 0|--save-every 0|--device tpu|--device cuda:x|--model bare
 --model ./none|--seed 99999999999999999999|--data none|--data .|--out full|--out full/x
+--max-lag 2|--max-lag 0 --async|--lag 2 --async|--sampler vllm --async
 --resume full|--resume none|--resum full|--stepz 3|--correctio dlc""".replace("\n", "|").split("|")
 BAD += [f"--data {x} --prompts 1" for x in "broken missing array number empty blank latin1".split()]
 BAD += [] if torch.cuda.is_available() else ["--device cuda"]

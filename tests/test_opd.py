@@ -213,7 +213,7 @@ def test_a_step_is_the_gradient_of_distill_loss_over_the_whole_batch(here, how, 
 
 
 def test_resume_gives_the_same_numbers(here):
-    quiet = ("seconds_sample", "seconds_train", "tokens_per_second")
+    quiet = ("seconds_sample", "seconds_wait", "seconds_train", "tokens_per_second")
     whole = opd.train(config(steps=4, out="a", save_every=2))
     opd.train(config(steps=2, out="b", save_every=2))
     again = opd.train(config(steps=4, resume="b", save_every=2))
@@ -449,7 +449,7 @@ def test_every_option_has_its_help(capsys):
         opd.main(["--help"])
     shown = capsys.readouterr().out
     for f in dataclasses.fields(opd.Config):
-        assert (f"--{f.name.replace('_', '-')} " in shown) == (f.name not in opd.UNUSED)
+        assert (f"{dlc.option(f.name)} " in shown) == (f.name not in opd.UNUSED)
 
 
 def padded(folder, to, size):
