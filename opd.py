@@ -250,7 +250,7 @@ def loop(cfg, run):
 # --------------------------------------------------------------------------------------------------
 # One scale for every source, a budget on it, and what can be decided before training.
 
-PROBE = 32  # prompts, each answered once by q, on which a configuration's mismatch is measured
+PROBE = 128  # prompts, each answered once by q, on which a configuration's mismatch is measured
 
 
 def probe(cfg, model, data, **how):
