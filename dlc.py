@@ -62,6 +62,7 @@ from sampler import (FORMATS, KV_FORMATS, Rollout, TorchSampler, VLLMSampler, mi
 
 matplotlib.use("Agg")
 transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()  # load_model says itself what is wrong, in one line
 
 
 @dataclass
@@ -329,11 +330,12 @@ def read_data(path):
     """Rows of a JSONL file, each {"prompt": text, "answer": text}; ValueError names the first bad line."""
     rows = []
     for n, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        row, good = None, False
         try:
             row = {k: json.loads(line)[k] for k in ("prompt", "answer")} if line.strip() else None
-            good = row is None or all(isinstance(x, str) and x.strip() for x in row.values())
-        except (ValueError, KeyError, TypeError, RecursionError):
-            good = False
+            good = row is None or all(isinstance(x, str) and x.strip() and x.encode() for x in row.values())
+        except (ValueError, KeyError, TypeError, RecursionError):  # also half of a surrogate pair
+            pass
         if row and good:
             rows.append(row)
         elif not good:
@@ -361,8 +363,8 @@ def load_data(cfg, tokenizer, model=None):
         vocab = model.get_input_embeddings().weight.shape[0]
         room = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or room) - cfg.max_new_tokens
     for row in rows:
-        what = f"--data {cfg.data}: the prompt {row['prompt'][:40]!r}"
-        if len(row["prompt"]) > 100 * room:  # no token is that long, and a tokenizer would take minutes
+        what = (f"--data {cfg.data}: " if cfg.data else "") + f"the prompt {row['prompt'][:40]!r}"
+        if len(row["prompt"]) > 100 * max(room, 1):  # no token is that long, and a tokenizer would take minutes
             raise ValueError(f"{what} has {len(row['prompt'])} characters; at most {room} tokens fit the model's context")
         row["ids"] = tokenizer(row["prompt"])["input_ids"]
         if not cfg.model and 12 in row["ids"]:
@@ -444,12 +446,15 @@ def load_model(path, dtype, device, option="--model"):
         folder = fetch(path, option)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True, output_loading_info=True)  # fmt: skip
+            folder, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True)  # fmt: skip
     except Exception as e:  # many kinds, from as many libraries
-        told = str(e) if str(e).startswith(option) else f"{option} {path}: no causal LM can be loaded from there ({e})"
+        told = str(e) if str(e).startswith(option) else f"{option} {path}: no causal LM can be loaded from there ({str(e)[:300]})"
         raise ValueError(told) from None
     bad = [f"{n} is missing" for n in sorted(found["missing_keys"])]
     bad += [f"{n} holds inf or NaN" for n, p in model.named_parameters() if not p.isfinite().all()]
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
+        bad += ["no tokenizer: add tokenizer.json and tokenizer_config.json"]
     if model.generation_config.eos_token_id is None and model.config.get_text_config().eos_token_id is None:
         bad += ["no stop token: name its eos_token_id in generation_config.json"]
     if bad:
@@ -566,11 +571,13 @@ class Run:
 
     live = None  # the run that `guard` lets finish its step; its `stop`: the signal that asks for the end
 
-    def __init__(self, cfg, path, kind):
+    def __init__(self, cfg, path, kind, also=None):
+        """also(model, tokenizer): what else must be there before a folder is made; kept as self.also."""
         self.cfg, self.rows, self.before, self.stop = cfg, [], {}, None  # before: the accuracies of before training
         option = "--student" if hasattr(cfg, "student") else "--model"
         self.model, self.tokenizer = load_model(path, cfg.dtype, cfg.device, option)
         self.data, self.held_out = load_data(cfg, self.tokenizer, self.model)
+        self.also = also and also(self.model, self.tokenizer)
         self.params = list(self.model.parameters())
         float32 = cfg.dtype == "float32"
         self.master = self.params if float32 else [p.detach().float() for p in self.params]
@@ -616,7 +623,7 @@ class Run:
         if norm < float("inf"):
             self.optimizer.step()
             if not torch.nn.utils.get_total_norm(self.master) < float("inf"):
-                raise ValueError(f"--lr {self.cfg.lr}: a step took the weights to inf or NaN; make it smaller. They are not saved")
+                raise ValueError(f"--lr {self.cfg.lr}: a step took the weights to inf or NaN; make it smaller")
         self.optimizer.zero_grad()
         for p, w in zip(self.params, self.master):
             p.data.copy_(w.data) if w is not p else None
@@ -697,8 +704,8 @@ class Run:
             if [[json.loads(line)["step"] for line in lines] for lines in kept] != [list(range(done))] * 2:
                 raise ValueError(f"its logs do not hold steps 0 to {done - 1}")
         except Exception as e:  # torch.load alone raises many kinds
-            raise ValueError(f"--resume {self.folder}: its saved state or its logs are broken ({type(e).__name__}: {str(e)[:200]}); "
-                             "begin a new run") from None  # fmt: skip
+            told = str(e) if isinstance(e, ValueError) else type(e).__name__  # torch's own advice is to trust the file
+            raise ValueError(f"--resume {self.folder}: its saved state or its logs are broken ({told}); begin a new run") from None
         if done > self.cfg.steps:
             raise ValueError(f"--steps {self.cfg.steps}: {self.folder} has {done} steps already; give more")
         for left in self.folder.glob("*.tmp"):  # half a file of a run that was killed
@@ -791,7 +798,8 @@ def check(cfg):
         ("minibatches", batch % max(1, cfg.minibatches) == 0, f"a divisor of the batch, {batch} responses"),
         ("micro_batch", mini % max(1, cfg.micro_batch) == 0, f"a divisor of a minibatch, {mini} responses"),
         ("device", re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device), "cpu, cuda or cuda:N"),
-        ("device", cfg.device == "cpu" or int("0" + re.sub(r"\D", "", cfg.device)) < gpus, f"cpu, or one of the {gpus} GPUs that torch sees"),
+        ("device", cfg.device == "cpu" or int("0" + re.sub(r"\D", "", cfg.device)) < gpus,
+         f"cpu, or one of the {gpus} GPUs that torch sees"),
         ("group_size", batch <= 2**20, f"smaller: with --prompts {cfg.prompts} a batch has {batch} responses"),
         ("sampler_memory", cfg.sampler_memory is None or cfg.sampler == "vllm", "left out: only --sampler vllm has it"),
         ("data", cfg.data is None or Path(cfg.data).is_file(), "a file that exists"),
@@ -901,7 +909,8 @@ def parse(config, argv, description, skip=()):
         for f in dataclasses.fields(config):
             allowed = (kinds[f.name], int) if kinds[f.name] is float else (kinds[f.name],)
             if type(stored[f.name]) not in allowed and (stored[f.name] is not None or f.type in kinds.values()):
-                raise ValueError(f"--resume {given['resume']}: {f.name} {stored[f.name]!r} in its config.json must be {allowed[0].__name__}")
+                raise ValueError(f"--resume {given['resume']}: {f.name} {stored[f.name]!r} in its config.json must be "
+                                 f"{allowed[0].__name__}; begin a new run")  # fmt: skip
         given = stored | given
     made = config(**given)
     made.given = set(given)  # the options that were really given

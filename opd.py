@@ -185,9 +185,8 @@ def load_teacher(cfg, student, tokenizer):
 def train(cfg):
     """Run `cfg`; one flat dict a step. The last one also holds accuracies: student, teacher, distilled."""
     cfg = check(cfg)
-    run = Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}")
-    model, sampler = run.model, run.sampler
-    teacher, vocab = load_teacher(cfg, model, run.tokenizer)
+    run = Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}", lambda *student: load_teacher(cfg, *student))
+    model, sampler, (teacher, vocab) = run.model, run.sampler, run.also
     if not run.before:
         exact = TorchSampler(teacher, "none", "none")
         run.before = run.accuracies("_base") | dict(accuracy_teacher=dlc.accuracy(exact, run.held_out, run.tokenizer, cfg))
@@ -417,8 +416,8 @@ def capacity(cfg):
             heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
             shape = dict(layers=text.num_hidden_layers, heads=heads, size=size)
         except Exception as e:  # of another library
-            told = str(e) if str(e).startswith("--student") else f"--student {cfg.student}: no model whose KV cache is known ({e})"
-            raise ValueError(told) from None
+            told = f"--student {cfg.student}: must be a causal LM whose KV heads its config.json gives ({e})"
+            raise ValueError(str(e) if str(e).startswith("--student") else told) from None
     names = {k for k in dlc.keep_list(cfg.keep_bf16, None) if k.endswith(".kv")}
     if bad := [k for k in names if not re.search(r"\.(\d+)\.kv$", k) or int(k.split(".")[-2]) >= shape["layers"]]:
         raise ValueError(f"--keep-bf16 {bad[0]}: no such layer's KV; there are {shape['layers']} layers, from model.layers.0.kv")
@@ -447,9 +446,9 @@ STANDARD = [dict(weights=w, kv=k) for w, k in (("bf16", "bf16"), ("bf16", "fp8")
 def tools(cfg, given):
     """What --calibrate, --admit, --sensitivity and --capacity print; the exit status. given: the options on
     the command line; ValueError for one that would be ignored."""
-    idle = {"calibrate": ("weights", "kv", "noise", "lag", "keep_bf16", "sync_every", "sync_ess", "admit", "sensitivity", "capacity"),
-            "admit": ("sampler", "sync_every", "sync_ess", "sensitivity", "capacity"),
-            "sensitivity": ("sampler", "sync_every", "sync_ess", "lag", "keep_bf16", "capacity"), "capacity": ("weights", "kv")}  # fmt: skip
+    rules = ("sync_every", "sync_ess", "sensitivity", "capacity")
+    idle = {"calibrate": (*rules, "weights", "kv", "noise", "lag", "keep_bf16", "admit"), "admit": (*rules, "sampler"),
+            "sensitivity": (*rules[:2], "capacity", "sampler", "lag", "keep_bf16"), "capacity": ("weights", "kv")}  # fmt: skip
     tool = next(t for t in idle if t in given)
     if bad := [x for x in idle[tool] if x in given]:
         raise ValueError(f"--{bad[0].replace('_', '-')} {getattr(cfg, bad[0])}: --{tool} does not use it; leave it out")
@@ -457,8 +456,9 @@ def tools(cfg, given):
     if cfg.capacity is not None:
         if not 0 < cfg.capacity < float("inf"):
             raise ValueError(f"--capacity {cfg.capacity}: must be a number of GiB above 0")
+        rows = capacity(cfg)
         print(f"KV cache in {cfg.capacity} GiB{'':26}bytes/token      tokens   against bf16")
-        for name, each, tokens, ratio in capacity(cfg):
+        for name, each, tokens, ratio in rows:
             print(f"{name:44}{each:13,.1f}{tokens:12,d}{ratio:11.2f}x")
         print("FP8 halves every layer that it covers; a layer kept in BF16 keeps its two bytes a value, and scales take 8 bytes a layer.")
     elif cfg.calibrate:
@@ -485,9 +485,10 @@ def tools(cfg, given):
         except (ValueError, AssertionError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"--budget {cfg.budget}: not a budget; run python opd.py --calibrate") from None
         todo = [cfg] if named else [dataclasses.replace(cfg, **how) for how in STANDARD]
-        print(f"{'weights':10}{'kv':10}{'noise':>6}{'lag':>5}{'mismatch':>11}{'budget':>10}  verdict   by source")
         for c in todo:
             out = admit(copy.copy(c), budget)
+            if c is todo[0]:
+                print(f"{'weights':10}{'kv':10}{'noise':>6}{'lag':>5}{'mismatch':>11}{'budget':>10}  verdict   by source")
             print(f"{c.weights:10}{c.kv:10}{c.noise:6.2f}{c.lag or 0:5d}{out['mismatch']:11.5f}{out['budget']:10.5f}  "
                   f"{'ADMIT ' if out['admitted'] else 'REJECT'}   " + ", ".join(f"{k} {v:.5f}" for k, v in out["by_source"].items())
                   + f"; {out['seconds']:.2f} s, {out['seconds'] / budget['seconds']:.1%} of a training run")  # fmt: skip

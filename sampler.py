@@ -269,7 +269,7 @@ def check_head(model):
     gap = float((ours - theirs).abs().max()) if ours.shape == theirs.shape else float("inf")
     if not gap <= 8 * torch.finfo(theirs.dtype).eps * float(theirs.abs().max()):
         raise ValueError(f"{type(model).__name__}: logits differ by {gap:.3g} from body times output embedding: non-finite "
-                         "weights, logit soft-capping or scaling; token_logps cannot score it")  # fmt: skip
+                         "weights, logit soft-capping or scaling; token_logps cannot score it, choose another")  # fmt: skip
 
 
 def tail(head_logps):
