@@ -32,6 +32,7 @@ All corrections are one loss; a correction says what w, m, α and the clipped ra
 import argparse
 import copy
 import dataclasses
+import errno
 import functools
 import inspect
 import itertools
@@ -549,6 +550,8 @@ def guard(main):
         except (ValueError, OSError, torch.OutOfMemoryError) as e:
             status, told = 2, f"error: {' '.join(str(e).split())}"
             told += "; make --micro-batch smaller" if isinstance(e, torch.OutOfMemoryError) else ""
+            full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            told += "; the disk is full, make room" if full else ""
         except KeyboardInterrupt as e:
             status = 128 + (e.args or (signal.SIGINT,))[0]
             told = f"stopped by {signal.Signals(status - 128).name}"
