@@ -733,6 +733,7 @@ class Run:
 
 def measure(rollout, logp, head_logp, cap):
     """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
+    logp, head_logp = logp.clamp_min(-100), head_logp.clamp_min(-100)  # as in policy_loss
     mask, count = rollout.mask, int(rollout.mask.sum())
     n = max(1, count)
     numerics = mismatch(rollout.logp_stale, rollout.logq, mask, rollout.head_logp_stale, rollout.head_logq)

@@ -102,6 +102,7 @@ def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"student and teacher logits differ in shape: {tuple(student_logits.shape)} and "
                          f"{tuple(teacher_logits.shape)}; cut both to the real vocabulary")  # fmt: skip
+    student_logits, teacher_logits = (x.where(mask[..., None], 0) for x in (student_logits, teacher_logits))  # padding may hold NaN
     if loss != "sampled":
         return divergence(loss, student_logits, teacher_logits, k).where(mask, 0).sum() / max(1, int(mask.sum()))
     if tokens is None:

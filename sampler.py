@@ -290,14 +290,14 @@ def mismatch(logp, logq, mask, head_logp=None, head_logq=None):
     and mean_abs, max_abs of log π - log q; head_mass, the mean of Q_H; tokens, their number
 
     The lag is mismatch(logp, logp_stale, ...): the tokens still come from q, so k1 and k3 are biased
-    there and only `kl` counts."""
-    n = int(mask.sum())
-    gap = (logp - logq)[mask].detach().double()
+    there and only `kl` counts. A token that a policy rules out (-inf) counts as one of exp(-100)."""
+    n, least = int(mask.sum()), lambda x: x[mask].detach().double().clamp_min(-100)
+    gap = least(logp) - least(logq)
     out = dict(kl=float("nan"), k1=-gap.sum() / max(n, 1), mean_abs=gap.abs().sum() / max(n, 1), tokens=n)
     out |= dict(k3=(gap.clamp(-20, 20).exp() - 1 - gap).sum() / max(n, 1), head_mass=float("nan"))
     out |= dict(max_abs=gap.abs().max() if n else 0.0)
     if head_logp is not None:
-        p, q = head_logp[mask].detach().double(), head_logq[mask].detach().double()  # (n, K)
+        p, q = least(head_logp), least(head_logq)  # (n, K)
         inside = torch.where(q > -100, q.exp() * (q - p), 0.0).sum(-1)  # 0 log 0 = 0
         kl = inside + tail(q) * (tail(q) / tail(p)).log()
         out |= dict(kl=kl.sum() / max(n, 1), head_mass=q.exp().sum() / max(n, 1))
