@@ -673,8 +673,9 @@ class Run:
         start, drawn, end = *times, time.perf_counter()
         row |= dict(seconds_sample=drawn - start, seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))
         row |= self.before if row["step"] == 0 else {}
-        self.rows.append(row)
-        for file, x in zip(self.logs, (row, shown)):
+        kept = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in row.items()}  # JSON has no NaN
+        self.rows.append(kept)
+        for file, x in zip(self.logs, (kept, shown)):
             print(json.dumps(x), file=file, flush=True)
         if (row["step"] + 1) % self.cfg.save_every == 0 or row["step"] + 1 == self.cfg.steps or self.stop:
             sampled = self.past if self.cfg.lag is not None else [self.sampler.stale]

@@ -211,13 +211,13 @@ def train(cfg):
             hidden = response_hidden(model, part)
             with torch.no_grad():
                 hidden_teacher = response_hidden(teacher, part)
-                logp_teacher = token_logps(teacher, part, hidden=hidden_teacher, vocab=vocab)
+                logp_teacher = token_logps(teacher, part, hidden=hidden_teacher, vocab=vocab).clamp_min(-100)
             with torch.set_grad_enabled(cfg.loss == "sampled"):
                 logp, head_logp = token_logps(model, part, head=True, hidden=hidden)
             seen.append((logp.detach(), head_logp.detach()))
             gap_q += float((part.logq - logp_teacher)[part.mask].sum())
             if cfg.loss == "sampled":
-                A = (logp_teacher - logp).detach()  # the trainer's π, not the sampler's q
+                A = (logp_teacher - logp.clamp_min(-100)).detach()  # the trainer's π, not the sampler's q
                 loss, _ = policy_loss(
                     cfg.correction, logp, part.logq, A, part.mask, logp_stale=part.logp_stale, logp_anchor=logp.detach(),
                     head_logp=head_logp, head_logq=part.head_logq, head_logp_stale=part.head_logp_stale,
