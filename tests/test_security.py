@@ -6,32 +6,31 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import dlc
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [ROOT / x for x in ("dlc.py", "opd.py", "sampler.py", "notebooks/experiments.py")]
-# What no script may name, as a module, a call or an attribute.
-BANNED = {"eval", "exec", "compile", "__import__", "pickle", "cPickle", "dill", "joblib", "marshal", "shelve", "system", "popen",
-          "shell", "import_module", "import_string", "unsafe_load", "yaml", "execv", "execve", "spawnl", "load_jit", "hub"}  # fmt: skip
+BUILTINS = {"eval", "exec", "compile", "__import__"}  # as bare names; model.eval and re.compile are others
+BANNED = {"pickle", "cPickle", "dill", "joblib", "marshal", "shelve", "yaml", "system", "popen", "shell", "import_module",
+          "execv", "execve", "spawnl", "hub"}  # as a module, an attribute or an argument  # fmt: skip
 
 
 def faults(source):
     """What is unsafe in a script's source, as strings."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        names = {ast.Name: ["id"], ast.Attribute: ["attr"], ast.keyword: ["arg"]}.get(type(node), [])
-        found += [x for x in (getattr(node, n) for n in names) if x in BANNED and (x, ast.unparse(node)) != ("eval", "eval")
-                  and not ast.unparse(node).endswith(").eval") and not ast.unparse(node) in ("re.compile", "model.eval")]  # fmt: skip
+        if isinstance(node, ast.Name):
+            found += [node.id] if node.id in BUILTINS | BANNED else []
+        if isinstance(node, (ast.Attribute, ast.keyword)):
+            name = node.attr if isinstance(node, ast.Attribute) else node.arg
+            found += [name] if name in BANNED else []
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
             found += [m for m in modules if BANNED & set(m.split("."))]
         if not isinstance(node, ast.Call):
             continue
         call, how = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
-        if isinstance(node.func, ast.Name) and node.func.id in BANNED:
-            found.append(call)
         if call == "torch.load" and how.get("weights_only") != "True":
             found.append("torch.load without weights_only=True")
         if call.endswith(".from_pretrained"):
@@ -41,8 +40,6 @@ def faults(source):
                 found.append(f"{call} without use_safetensors=True")
         if how.get("trust_remote_code", "False") != "False":
             found.append(f"{call} trusts code")
-        if call.startswith(("subprocess.", "os.")) and "shell" in how:
-            found.append(f"{call} with a shell")
     return found
 
 
@@ -71,10 +68,3 @@ def test_a_path_in_data_or_in_a_recipe_is_text(tmp_path, monkeypatch):
     assert dlc.read_data("data.jsonl") == [dict(prompt="@secret.json", answer="file:secret.json")]
     assert dlc.keep_list("@recipe.json", None) == ["@secret.json", "../secret.json"]
     assert "secret.json" not in opened and set(opened) == {"data.jsonl", "recipe.json"}
-
-
-def test_a_state_holds_only_what_weights_only_may_load(tmp_path):
-    """What a run writes it can read again without trust: tensors, numbers, containers."""
-    state = dict(step=1, version=1, optimizer=torch.optim.Adam([torch.ones(2)]).state_dict(), master=[torch.ones(2)], sampled=[])
-    torch.save(state, tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 1
