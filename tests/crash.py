@@ -23,7 +23,7 @@ from safetensors.torch import load_file  # noqa: E402
 import dlc  # noqa: E402
 import opd  # noqa: E402
 
-SMALL = "--steps 12 --save-every 1 --prompts 2 --group-size 2 --max-new-tokens 4".split()
+SMALL = "--steps 10 --save-every 1 --prompts 2 --group-size 2 --max-new-tokens 4".split()
 RUNS = [  # what is run, with which options: every kind of state that a run has
     (dlc.main, [*"--model base --lr 1e-3 --sync-ess 0.95".split(), *SMALL]),
     (dlc.main, [*"--model base --lr 1e-3 --lag 2 --noise 0.05 --minibatches 2".split(), *SMALL]),

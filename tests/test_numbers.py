@@ -59,6 +59,8 @@ def script(request, bases, tmp_path, monkeypatch):
     ("head_logq", NAN, 1), ("head_logq", INF, 1), ("head_logp_stale", NAN, 1), ("head_logq", -INF, 0), ("head_logp_stale", -INF, 0)])  # fmt: skip
 def test_log_probs_that_are_not_finite(script, field, value, dropped):
     """Of a drawn token: its response is dropped and counted. On the head -inf is a token ruled out, and stays."""
+    if script.name == "opd" and value is not NAN and field != "head_logq":
+        pytest.skip("the same lines of Run.draw as in dlc.py")
 
     def spoil(step, r):
         if step == 1:
@@ -96,6 +98,8 @@ def test_a_token_that_the_trainer_rules_out(script, monkeypatch):
 
 @pytest.mark.parametrize("correction", ["is", "tis", "ppo_sampler", "dlc", "dlc_tis"])
 def test_exploding_ratios(script, correction):
+    if script.name == "opd" and correction != "is":
+        pytest.skip("the same policy_loss as in dlc.py")
     extra = ["--loss", "sampled"] * (script.name == "opd")
     status, rows, _ = script("--correction", correction, *extra, hook=lambda step, r: r.logq.sub_(5000.0))
     assert status is None and all(r["discrepancy_max_abs"] > 90 and r["dropped"] == 0 for r in rows)

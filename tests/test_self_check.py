@@ -33,7 +33,7 @@ def wrong(model, kind=S.TorchSampler, *formats):
     return {what: bad for what, _, bad in S.self_check(model, kind, *formats) if bad}
 
 
-@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("bf16", "bf16"), ("none", "none"), ("int4", "fp8_e5m2")])
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("none", "none"), ("int4", "fp8_e5m2")])
 def test_an_honest_sampler_passes(model, formats):
     before = {n: p.clone() for n, p in model.named_parameters()}
     rows = list(S.self_check(model, S.TorchSampler, *formats))
@@ -165,7 +165,7 @@ def test_formats_too_far_from_the_trainer_and_a_model_without_a_stop(model):
     assert list(found) == ["weights int2, KV bf16: KL(q || p), nats a token"]
     model.generation_config.eos_token_id, model.config.eos_token_id = None, None
     try:
-        assert "name eos_token_id" in wrong(model)["stop tokens known"]
+        assert "name eos_token_id" in next(bad for what, _, bad in S.self_check(model) if what == "stop tokens known")
     finally:
         model.generation_config.eos_token_id, model.config.eos_token_id = 13, 13
 
