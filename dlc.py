@@ -434,7 +434,8 @@ def fetch(path, option="--model"):
         return huggingface_hub.snapshot_download(str(path), allow_patterns=data, ignore_patterns=["*/*", "consolidated*"])
     except Exception as e:  # no network, no such name: many kinds
         try:
-            return huggingface_hub.snapshot_download(str(path), local_files_only=True)
+            cached = huggingface_hub.snapshot_download(str(path), local_files_only=True)
+            return print(f"{option} {path}: the hub does not answer ({type(e).__name__}); this is the copy in its cache") or cached
         except Exception:
             raise ValueError(f"{option} {path}: no such folder, not in the hub's cache, and the hub does not give it "
                              f"({type(e).__name__}: {str(e)[:150]}); give the folder of a model") from None  # fmt: skip

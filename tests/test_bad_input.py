@@ -397,7 +397,7 @@ def test_a_gpu_that_is_not_there(monkeypatch, capsys):
     assert "--device cuda:2: must be cpu, or one of the 2 GPUs" in capsys.readouterr().err
 
 
-def test_a_name_comes_from_the_hub_or_its_cache_within_seconds(world, monkeypatch):
+def test_a_name_comes_from_the_hub_or_its_cache_within_seconds(world, monkeypatch, capsys):
     """Only data is asked for, no pickle and no code; without network the cache answers, and what is in neither is
     refused at once: transformers alone tries for 50 seconds."""
     asked = []
@@ -423,7 +423,7 @@ def test_a_name_comes_from_the_hub_or_its_cache_within_seconds(world, monkeypatc
         assert len(list(dlc.huggingface_hub.utils.filter_repo_objects([file], **how))) == wanted, file
     asked[:] = ["down"]
     dlc.load_model("some/name", "float32", "cpu")
-    assert asked[1]["local"]
+    assert asked[1]["local"] and "the copy in its cache" in capsys.readouterr().out
     asked[:] = ["down"]
     with pytest.raises(ValueError, match="--model not/cached: no such folder.*Name or service.*give the folder"):
         dlc.load_model("not/cached", "float32", "cpu")
