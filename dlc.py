@@ -33,13 +33,17 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import errno
+import functools
 import inspect
 import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
 import typing
 from collections import deque
@@ -47,6 +51,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
+import huggingface_hub
 import matplotlib
 import torch
 import transformers
@@ -59,6 +64,7 @@ from sampler import (FORMATS, KV_FORMATS, ProcessSampler, Rollout, TorchSampler,
 
 matplotlib.use("Agg")
 transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()  # load_model says itself what is wrong, in one line
 
 
 @dataclass
@@ -328,11 +334,12 @@ def read_data(path):
     """Rows of a JSONL file, each {"prompt": text, "answer": text}; ValueError names the first bad line."""
     rows = []
     for n, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        row, good = None, False
         try:
             row = {k: json.loads(line)[k] for k in ("prompt", "answer")} if line.strip() else None
-            good = row is None or all(isinstance(x, str) and x.strip() for x in row.values())
-        except (ValueError, KeyError, TypeError):
-            good = False
+            good = row is None or all(isinstance(x, str) and x.strip() and x.encode() for x in row.values())
+        except (ValueError, KeyError, TypeError, RecursionError):  # also half of a surrogate pair
+            pass
         if row and good:
             rows.append(row)
         elif not good:
@@ -344,8 +351,9 @@ def read_data(path):
     return rows
 
 
-def load_data(cfg, tokenizer):
-    """(training rows, held-out rows); a row holds prompt, answer and the prompt's token ids."""
+def load_data(cfg, tokenizer, model=None):
+    """(training rows, held-out rows); a row holds prompt, answer and the prompt's token ids. ValueError: a
+    prompt that `model` cannot read: no token, one beyond its vocabulary, or more than its context has room for."""
     if cfg.data:
         rows, held = read_data(cfg.data), None
     else:  # every sum below a limit, in a fixed order; the tiny model writes the units digit first
@@ -354,10 +362,23 @@ def load_data(cfg, tokenizer):
         order = torch.randperm(limit**2, generator=torch.Generator().manual_seed(0)).tolist()
         pairs = [divmod(i, limit) for i in order]
         rows = [dict(prompt=text.format(a, b), answer=str(a + b)[::step]) for a, b in pairs]
+    vocab = room = float("inf")
+    if model is not None:
+        vocab = model.get_input_embeddings().weight.shape[0]
+        room = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or room) - cfg.max_new_tokens
     for row in rows:
+        what = (f"--data {cfg.data}: " if cfg.data else "") + f"the prompt {row['prompt'][:40]!r}"
+        if len(row["prompt"]) > 100 * max(room, 1):  # no token is that long, and a tokenizer would take minutes
+            raise ValueError(f"{what} has {len(row['prompt'])} characters; at most {room} tokens fit the model's context")
         row["ids"] = tokenizer(row["prompt"])["input_ids"]
         if not cfg.model and 12 in row["ids"]:
-            raise ValueError(f"--data {cfg.data}: {row['prompt'][:40]!r} holds more than the tiny model's 0-9 + =; give a --model")
+            raise ValueError(f"{what} holds more than the tiny model's 0-9 + =; give a model of your own")
+        if not row["ids"] or max(row["ids"]) >= vocab:
+            raise ValueError(f"{what} has the token ids {row['ids'][:9]}; it needs at least one, and each below {vocab}, "
+                             "the size of the model's vocabulary")  # fmt: skip
+        if len(row["ids"]) > room:
+            raise ValueError(f"{what} has {len(row['ids'])} tokens, and --max-new-tokens is {cfg.max_new_tokens}; together "
+                             f"at most {room + cfg.max_new_tokens} fit the model's context")  # fmt: skip
     held = min(100, max(1, len(rows) // 10)) if held is None else held
     if len(rows) - held < cfg.prompts:
         raise ValueError(f"--prompts {cfg.prompts}: there are only {len(rows) - held} to train on")
@@ -405,13 +426,44 @@ def save_model(model, tokenizer, folder):
     tokenizer.save_pretrained(folder)
 
 
-def load_model(path, dtype, device):
-    """(model, tokenizer) of a Hugging Face causal LM, dropout off; ValueError if it cannot be had."""
+def fetch(path, option="--model"):
+    """The folder of a model: `path` itself, or what the hub holds under that name, or else the hub's cache; of
+    the hub only what is data: no pickle and no code. ValueError, within seconds, if neither has it."""
+    if Path(path).exists():
+        return path
+    data = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        huggingface_hub.HfApi().model_info(str(path), timeout=4)
+        return huggingface_hub.snapshot_download(str(path), allow_patterns=data, ignore_patterns=["*/*", "consolidated*"])
+    except Exception as e:  # no network, no such name: many kinds
+        try:
+            cached = huggingface_hub.snapshot_download(str(path), local_files_only=True)
+            return print(f"{option} {path}: the hub does not answer ({type(e).__name__}); this is the copy in its cache") or cached
+        except Exception:
+            raise ValueError(f"{option} {path}: no such folder, not in the hub's cache, and the hub does not give it "
+                             f"({type(e).__name__}: {str(e)[:150]}); give the folder of a model") from None  # fmt: skip
+
+
+def load_model(path, dtype, device, option="--model"):
+    """(model, tokenizer) of a Hugging Face causal LM, dropout off. ValueError, naming `option`, if it cannot be
+    had whole: a weight missing or not finite, pickled weights, code of its own, no tokenizer, no stop token."""
+    try:
+        folder = fetch(path, option)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True)  # fmt: skip
     except Exception as e:  # many kinds, from as many libraries
-        raise ValueError(f"--model {path}: no causal LM can be loaded from there ({str(e).splitlines()[0]})") from None
+        told = str(e) if str(e).startswith(option) else f"{option} {path}: no causal LM can be loaded from there ({str(e)[:300]})"
+        raise ValueError(told) from None
+    bad = [f"{n} is missing" for n in sorted(found["missing_keys"])]
+    bad += [f"{n} holds inf or NaN" for n, p in model.named_parameters() if not p.isfinite().all()]
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
+        bad += ["no tokenizer: add tokenizer.json and tokenizer_config.json"]
+    if model.generation_config.eos_token_id is None and model.config.get_text_config().eos_token_id is None:
+        bad += ["no stop token: name its eos_token_id in generation_config.json"]
+    if bad:
+        raise ValueError(f"{option} {path}: {bad[0]}; give a folder with a whole causal LM")
     return model.to(device).eval(), tokenizer
 
 
@@ -428,8 +480,10 @@ def keep_list(keep, model):
         return [k.strip() for k in keep.split(",") if k.strip()]
     try:
         recipe = json.loads(Path(keep[1:]).read_text())
-        recipe["model"], recipe["keep_bf16"] = recipe["model"], list(recipe["keep_bf16"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        if not isinstance(recipe["keep_bf16"], list) or not all(isinstance(k, str) for k in recipe["keep_bf16"]):
+            raise ValueError("its keep_bf16 is no list of names")
+        recipe["model"] = recipe["model"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"--keep-bf16 {keep}: no recipe ({e}); make one with python opd.py --sensitivity") from None
     if model is not None and recipe["model"] != model_fingerprint(model):
         raise ValueError(f"--keep-bf16 {keep}: made for {recipe['model']}, this is {model_fingerprint(model)}")
@@ -461,23 +515,76 @@ def accuracy(sampler, rows, tokenizer, cfg):
 
 
 def write(path, save):
-    """`save(temporary path)`, then rename."""
-    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """`save(temporary path)`, then rename; a folder that is there already is moved aside first. OSError if not."""
+    new, gone = (path.with_name(f"{path.name}.{os.getpid()}{x}.tmp") for x in ("", ".gone"))
     try:
         save(new)
+        if path.is_dir():
+            os.replace(path, gone)
         os.replace(new, path)
+    except Exception as e:  # of torch, safetensors or matplotlib
+        raise OSError(f"{path} cannot be written ({e}); is the disk full, or the folder read-only?") from e
     finally:  # on an error nothing is left over
-        shutil.rmtree(new, ignore_errors=True)
-        new.unlink(missing_ok=True)
+        for left in (new, gone):
+            shutil.rmtree(left, ignore_errors=True)
+            left.unlink(missing_ok=True)
+
+
+class Stop(KeyboardInterrupt):
+    """SIGINT or SIGTERM, its number the first argument, wants the command to end."""
+
+
+def guard(main):
+    """Make `main(argv)` end, whatever ends it early, in one line on standard error and an exit status: 2 for bad
+    input, a full disk or too little memory, 130 for SIGINT, 143 for SIGTERM. The first signal lets the step finish
+    and save (Run.end_step); a second one, or one outside a run's steps, ends at once."""
+
+    @functools.wraps(main)
+    def guarded(argv=None):
+        def ask(number, _):
+            if Run.live is None or Run.live.stop:
+                raise Stop(number)
+            Run.live.stop = number
+
+        Run.live, at_first = None, {}
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handler
+            at_first = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return main(argv)
+        except (ValueError, OSError, torch.OutOfMemoryError) as e:
+            status, told = 2, f"error: {' '.join(str(e).split())}"
+            told += "; make --micro-batch smaller" if isinstance(e, torch.OutOfMemoryError) else ""
+            full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            told += "; the disk is full, make room" if full else ""
+        except KeyboardInterrupt as e:
+            status = 128 + (e.args or (signal.SIGINT,))[0]
+            told = f"stopped by {signal.Signals(status - 128).name}"
+        finally:
+            for number, handler in at_first.items():
+                signal.signal(number, handler)
+        if run := Run.live:
+            told += f"; go on from its last saved step with --resume {run.folder}" if (run.folder / "state.pt").exists() else (
+                f"; no step of {run.folder} was saved")  # fmt: skip
+            print(file=sys.stderr)  # below the progress bar
+        Run.live = None
+        print(f"{Path(inspect.getfile(main)).name}: {told}", file=sys.stderr)
+        return status
+
+    return guarded
 
 
 class Run:
     """Model, float32 master weights, optimizer, sampler, data and folder of a run."""
 
-    def __init__(self, cfg, path, kind):
-        self.cfg, self.rows, self.before = cfg, [], {}  # before: the accuracies of before training
-        self.model, self.tokenizer = load_model(path, cfg.dtype, cfg.device)
-        self.data, self.held_out = load_data(cfg, self.tokenizer)
+    live = None  # the run that `guard` lets finish its step; its `stop`: the signal that asks for the end
+
+    def __init__(self, cfg, path, kind, also=None):
+        """also(model, tokenizer): what else must be there before a folder is made; kept as self.also."""
+        self.cfg, self.rows, self.before, self.stop = cfg, [], {}, None  # before: the accuracies of before training
+        option = "--student" if hasattr(cfg, "student") else "--model"
+        self.model, self.tokenizer = load_model(path, cfg.dtype, cfg.device, option)
+        self.data, self.held_out = load_data(cfg, self.tokenizer, self.model)
+        self.also = also and also(self.model, self.tokenizer)
         self.params = list(self.model.parameters())
         float32 = cfg.dtype == "float32"
         self.master = self.params if float32 else [p.detach().float() for p in self.params]
@@ -506,6 +613,7 @@ class Run:
             config = json.dumps(dataclasses.asdict(cfg) | dict(versions=versions), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
         self.logs = [open(self.folder / f"{name}.jsonl", "a") for name in ("metrics", "samples")]
+        Run.live = self
 
         self.worker = ProcessSampler(kind_of, self.models, self.model.device, options) if cfg.async_ else None
         for step, due in enumerate(self.plan, len(self.rows)):
@@ -532,6 +640,8 @@ class Run:
         norm = float(torch.nn.utils.get_total_norm([w.grad for w in self.master]))
         if norm < float("inf"):
             self.optimizer.step()
+            if not torch.nn.utils.get_total_norm(self.master) < float("inf"):
+                raise ValueError(f"--lr {self.cfg.lr}: a step took the weights to inf or NaN; make it smaller")
         self.optimizer.zero_grad()
         for p, w in zip(self.params, self.master):
             p.data.copy_(w.data) if w is not p else None
@@ -554,7 +664,8 @@ class Run:
         response with a log-prob of inf or NaN is masked out, and marked in `dropped` (B,)."""
         batch, how = self.request(step)
         rollout = self.worker.take() if self.worker else self.sampler.sample(*how)
-        dropped = (~(rollout.logq + rollout.logp_stale).isfinite() & rollout.mask).any(1)
+        head = (rollout.head_logq + rollout.head_logp_stale).exp().sum(-1)  # -inf, a token ruled out, may stand there
+        dropped = (~(rollout.logq + rollout.logp_stale + head).isfinite() & rollout.mask).any(1)
         rollout.mask = rollout.mask & ~dropped[:, None]
         return batch, rollout, dropped
 
@@ -593,50 +704,67 @@ class Run:
         row |= dict(seconds_sample=self.worker.seconds if self.worker else drawn - start, seconds_wait=drawn - start,
                     seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))  # fmt: skip
         row |= self.before if row["step"] == 0 else {}
-        self.rows.append(row)
-        for file, x in zip(self.logs, (row, shown)):
+        kept = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in row.items()}  # JSON has no NaN
+        self.rows.append(kept)
+        for file, x in zip(self.logs, (kept, shown)):
             print(json.dumps(x), file=file, flush=True)
-        if (row["step"] + 1) % self.cfg.save_every == 0 or row["step"] + 1 == self.cfg.steps:
+        if (row["step"] + 1) % self.cfg.save_every == 0 or row["step"] + 1 == self.cfg.steps or self.stop:
             sampled = self.models if self.plan.maxlen > 1 else [self.sampler.stale]
             state = dict(step=row["step"], plan=list(self.plan), optimizer=self.optimizer.state_dict(),
                          master=[w.detach() for w in self.master], sampled=[m.state_dict() for m in sampled])  # fmt: skip
             write(self.folder / "state.pt", lambda new: torch.save(state, new))
+        if self.stop:
+            raise Stop(self.stop)
         line += " {syncs:6d} {tokens_per_second:9.0f}"
         return line.format(**row, syncs=sum(r["synced"] for r in self.rows))
 
     def restore(self):
         """Back to the last saved step. Nothing else is state: the random numbers of a step are a
-        function of (seed, step)."""
-        state = torch.load(self.folder / "state.pt", weights_only=True, map_location=self.model.device)
-        for model, weights in zip(self.models, state["sampled"]):  # with D = 0, self.model for a moment
-            model.load_state_dict(weights)
-        self.plan.extend(state["plan"])
-        version, place, _ = self.plan[0]
-        self.sampler.sync(self.models[place], version)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for p, w, saved in zip(self.params, self.master, state["master"]):
-            p.data.copy_(w.data.copy_(saved))
-        for name in ("metrics.jsonl", "samples.jsonl"):  # drop what was logged after the last save
-            lines = (self.folder / name).read_text().splitlines(True)[: state["step"] + 1]
-            write(self.folder / name, lambda new: new.write_text("".join(lines)))
-        self.rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+        function of (seed, step). ValueError, with nothing written: files that are broken or another run's."""
+        logs = [self.folder / f"{name}.jsonl" for name in ("metrics", "samples")]
+        try:
+            state = torch.load(self.folder / "state.pt", weights_only=True, map_location=self.model.device)
+            for model, weights in zip(self.models, state["sampled"], strict=True):  # with D = 0, self.model for a moment
+                model.load_state_dict(weights)
+            self.plan.extend(state["plan"])
+            version, place, _ = self.plan[0]
+            self.sampler.sync(self.models[place], version)
+            self.optimizer.load_state_dict(state["optimizer"])
+            for p, w, saved in zip(self.params, self.master, state["master"], strict=True):
+                p.data.copy_(w.data.copy_(saved))
+            done = state["step"] + 1  # what was logged after the last save, the last line perhaps in part, goes
+            kept = [log.read_text().splitlines(True)[:done] for log in logs]
+            self.rows = [json.loads(line) for line in kept[0]]
+            if [[json.loads(line)["step"] for line in lines] for lines in kept] != [list(range(done))] * 2:
+                raise ValueError(f"its logs do not hold steps 0 to {done - 1}")
+        except Exception as e:  # torch.load alone raises many kinds
+            told = str(e) if isinstance(e, ValueError) else type(e).__name__  # torch's own advice is to trust the file
+            raise ValueError(f"--resume {self.folder}: its saved state or its logs are broken ({told}); begin a new run") from None
+        if done > self.cfg.steps:
+            raise ValueError(f"--steps {self.cfg.steps}: {self.folder} has {done} steps already; give more")
+        for left in self.folder.glob("*.tmp"):  # half a file of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+            left.unlink(missing_ok=True)
+        for log, lines in zip(logs, kept):
+            write(log, lambda new: new.write_text("".join(lines)))
         self.before = {k: v for k, v in self.rows[0].items() if "accuracy" in k}
-        if len(self.rows) > self.cfg.steps:
-            raise ValueError(f"--steps {self.cfg.steps}: {self.folder} has {len(self.rows)} steps already")
 
     def finish(self, title):
-        """Accuracies of the end, the model in Hugging Face form, and the figure."""
+        """Accuracies of the end, the model in Hugging Face form, and the figure. Every step is saved: a signal
+        ends it at once."""
+        self.stop = True
         self.sampler.sync(self.model, self.cfg.steps)
         self.rows[-1] |= self.before | self.accuracies()
         result = {k: v for k, v in self.rows[-1].items() if k.startswith("accuracy")}
         write(self.folder / "result.json", lambda new: new.write_text(json.dumps(result)))
-        shutil.rmtree(self.folder / "model", ignore_errors=True)
         write(self.folder / "model", lambda new: save_model(self.model, self.tokenizer, new))
         write(self.folder / "curves.png", lambda new: figure(self.rows, new, title))
+        Run.live = None
 
 
 def measure(rollout, logp, head_logp, cap):
     """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
+    logp, head_logp = logp.clamp_min(-100), head_logp.clamp_min(-100)  # as in policy_loss
     mask, count = rollout.mask, int(rollout.mask.sum())
     n = max(1, count)
     numerics = mismatch(rollout.logp_stale, rollout.logq, mask, rollout.head_logp_stale, rollout.head_logq)
@@ -692,8 +820,11 @@ def check(cfg):
     cfg.micro_batch = mini if cfg.micro_batch is None else cfg.micro_batch
     known = dict(sampler=("torch", "vllm"), correction=CORRECTIONS, weights=FORMATS, kv=KV_FORMATS, optimizer=("adam", "sgd"),
                  ess_level=("sequence", "token"), dtype=("float32", "bfloat16"))  # fmt: skip
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    folder = Path(cfg.resume or cfg.out or "runs").absolute()
+    folder = next(f for f in (folder, *folder.parents) if f.exists())  # where a folder would be made
     least = dict(steps=1, prompts=1, group_size=2, minibatches=1, micro_batch=1, head_k=1, cap=1, lr=1e-12,
-                 save_every=1, max_new_tokens=1, sync_every=0, sync_ess=0, lag=0, noise=0, clip=0)  # fmt: skip
+                 save_every=1, max_new_tokens=1, sync_every=0, sync_ess=0, lag=0, noise=0, clip=0, sampler_memory=1e-3)  # fmt: skip
     rules = [(k, getattr(cfg, k) in v, "one of " + ", ".join(v)) for k, v in known.items()] + [
         (k, getattr(cfg, k) is None or v <= getattr(cfg, k) < float("inf"), f"a number from {v} up")
         for k, v in least.items()] + [
@@ -707,17 +838,23 @@ def check(cfg):
         ("minibatches", batch % max(1, cfg.minibatches) == 0, f"a divisor of the batch, {batch} responses"),
         ("micro_batch", mini % max(1, cfg.micro_batch) == 0, f"a divisor of a minibatch, {mini} responses"),
         ("device", re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device), "cpu, cuda or cuda:N"),
-        ("device", cfg.device == "cpu" or torch.cuda.is_available(), "cpu: torch sees no GPU here"),
+        ("device", cfg.device == "cpu" or int("0" + re.sub(r"\D", "", cfg.device)) < gpus,
+         f"cpu, or one of the {gpus} GPUs that torch sees"),
+        ("group_size", batch <= 2**20, f"smaller: with --prompts {cfg.prompts} a batch has {batch} responses"),
+        ("sampler_memory", cfg.sampler_memory is None or cfg.sampler == "vllm", "left out: only --sampler vllm has it"),
         ("data", cfg.data is None or Path(cfg.data).is_file(), "a file that exists"),
         ("out", cfg.resume or not cfg.out or not Path(cfg.out).exists() or
          Path(cfg.out).is_dir() and not any(Path(cfg.out).iterdir()), "a new or empty folder"),
-        ("resume", not cfg.resume or (Path(cfg.resume) / "state.pt").is_file(), "a run with a saved state.pt"),
+        ("resume" if cfg.resume else "out", folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
+         f"a folder that can be written; {folder} cannot"),
+        ("resume", not cfg.resume or (Path(cfg.resume) / "state.pt").is_file(), "a run with a saved state.pt; begin a new one"),
     ]  # fmt: skip
     for name, good, need in rules:
         if not good:
             raise ValueError(f"{option(name)} {getattr(cfg, name)}: must be {need}")
     if cfg.data:
         read_data(cfg.data)  # before a model is made or loaded
+    keep_list(cfg.keep_bf16, None)
     return cfg
 
 
@@ -795,13 +932,15 @@ def parse(config, argv, description, skip=()):
                                      argument_default=argparse.SUPPRESS)  # fmt: skip
 
     def one_line(message):  # instead of argparse's whole usage
-        raise ValueError(message)
+        raise ValueError(f"{message}; see --help")
 
     parser.error = one_line
     source = "".join(inspect.getsource(c) for c in reversed(config.__mro__[:-1]))  # the last wins
+    kinds = {f.name: next(t for t in (bool, int, float, str) if t in (f.type, *typing.get_args(f.type)))
+             for f in dataclasses.fields(config)}  # fmt: skip
     comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", source, re.M))
     for f in (f for f in dataclasses.fields(config) if f.name not in skip):
-        kind = next(t for t in (bool, int, float, str) if t in (f.type, *typing.get_args(f.type)))
+        kind = kinds[f.name]
         how = dict(action="store_true") if kind is bool else dict(type=kind, metavar=kind.__name__.upper())
         text = comments[f.name] + (f" (default: {f.default})" if kind is not bool and f.default not in (None, "") else "")
         parser.add_argument(option(f.name), dest=f.name, help=text, **how)
@@ -814,24 +953,25 @@ def parse(config, argv, description, skip=()):
             del stored["versions"]
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise ValueError(f"--resume {given['resume']}: must be a run's folder; its config.json is bad ({e})") from None
-        if set(stored) != {f.name for f in dataclasses.fields(config)}:
+        if set(stored) != set(kinds):
             raise ValueError(f"--resume {given['resume']}: must be a run of this script; its options are others")
+        for f in dataclasses.fields(config):
+            allowed = (kinds[f.name], int) if kinds[f.name] is float else (kinds[f.name],)
+            if type(stored[f.name]) not in allowed and (stored[f.name] is not None or f.type in kinds.values()):
+                raise ValueError(f"--resume {given['resume']}: {f.name} {stored[f.name]!r} in its config.json must be "
+                                 f"{allowed[0].__name__}; begin a new run")  # fmt: skip
         given = stored | given
     made = config(**given)
     made.given = set(given)  # the options that were really given
     return made
 
 
+@guard
 def main(argv=None):
-    try:
-        cfg = parse(Config, argv, __doc__.splitlines()[0])
-        if cfg.bias:
-            return bias_tables()
-        last = train(cfg)[-1]
-    except (ValueError, OSError) as e:
-        return print(f"dlc.py: error: {e}", file=sys.stderr) or 2
-    except KeyboardInterrupt:
-        return print("dlc.py: interrupted; go on from the last saved step with --resume", file=sys.stderr) or 130
+    cfg = parse(Config, argv, __doc__.splitlines()[0])
+    if cfg.bias:
+        return bias_tables()
+    last = train(cfg)[-1]
     print(f"\n{'greedy accuracy, held out':28}  before   after")
     for who, key in (("trainer's model, π", "accuracy"), ("its narrow copy, which samples", "accuracy_sampler")):
         print(f"{who:30}{last[key + '_base']:7.3f} {last[key]:7.3f}")

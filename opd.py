@@ -28,6 +28,7 @@ import copy
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -102,6 +103,7 @@ def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"student and teacher logits differ in shape: {tuple(student_logits.shape)} and "
                          f"{tuple(teacher_logits.shape)}; cut both to the real vocabulary")  # fmt: skip
+    student_logits, teacher_logits = (x.where(mask[..., None], 0) for x in (student_logits, teacher_logits))  # padding may hold NaN
     if loss != "sampled":
         return divergence(loss, student_logits, teacher_logits, k).where(mask, 0).sum() / max(1, int(mask.sum()))
     if tokens is None:
@@ -164,7 +166,7 @@ def check(cfg):
 
 def load_teacher(cfg, student, tokenizer):
     """(teacher, size of the vocabulary that both share). ValueError if they do not read the same ids."""
-    teacher, other = load_model(cfg.teacher or tiny_base(steps=1200), cfg.dtype, cfg.device)
+    teacher, other = load_model(cfg.teacher or tiny_base(steps=1200), cfg.dtype, cfg.device, "--teacher")
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
     if mine != theirs:
         odd = sorted(set(mine.items()) ^ set(theirs.items()))[0]
@@ -185,13 +187,13 @@ def load_teacher(cfg, student, tokenizer):
 def train(cfg):
     """Run `cfg`; one flat dict a step. The last one also holds accuracies: student, teacher, distilled."""
     cfg = check(cfg)
-    with contextlib.closing(Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}")) as run:
+    build = lambda *student: load_teacher(cfg, *student)
+    with contextlib.closing(Run(cfg, cfg.student or tiny_base(), f"opd-{cfg.loss}", build)) as run:
         return loop(cfg, run)
 
 
 def loop(cfg, run):
-    model, sampler = run.model, run.sampler
-    teacher, vocab = load_teacher(cfg, model, run.tokenizer)
+    model, sampler, (teacher, vocab) = run.model, run.sampler, run.also
     if not run.before:
         exact = TorchSampler(teacher, "none", "none")
         run.before = run.accuracies("_base") | dict(accuracy_teacher=dlc.accuracy(exact, run.held_out, run.tokenizer, cfg))
@@ -215,13 +217,13 @@ def loop(cfg, run):
             hidden = response_hidden(model, part)
             with torch.no_grad():
                 hidden_teacher = response_hidden(teacher, part)
-                logp_teacher = token_logps(teacher, part, hidden=hidden_teacher, vocab=vocab)
+                logp_teacher = token_logps(teacher, part, hidden=hidden_teacher, vocab=vocab).clamp_min(-100)
             with torch.set_grad_enabled(cfg.loss == "sampled"):
                 logp, head_logp = token_logps(model, part, head=True, hidden=hidden)
             seen.append((logp.detach(), head_logp.detach()))
             gap_q += float((part.logq - logp_teacher)[part.mask].sum())
             if cfg.loss == "sampled":
-                A = (logp_teacher - logp).detach()  # the trainer's π, not the sampler's q
+                A = (logp_teacher - logp.clamp_min(-100)).detach()  # the trainer's π, not the sampler's q
                 loss, _ = policy_loss(
                     cfg.correction, logp, part.logq, A, part.mask, logp_stale=part.logp_stale, logp_anchor=logp.detach(),
                     head_logp=head_logp, head_logq=part.head_logq, head_logp_stale=part.head_logp_stale,
@@ -265,8 +267,8 @@ def probe(cfg, model, data, **how):
 
 def untrained(cfg):
     """(student before training, its tokenizer, training prompts): what every probe is made with."""
-    model, tokenizer = load_model(cfg.student or tiny_base(), cfg.dtype, cfg.device)
-    return model, tokenizer, dlc.load_data(cfg, tokenizer)[0]
+    model, tokenizer = load_model(cfg.student or tiny_base(), cfg.dtype, cfg.device, "--student")
+    return model, tokenizer, dlc.load_data(cfg, tokenizer, model)[0]
 
 
 def fingerprint(cfg):
@@ -306,6 +308,10 @@ def calibrate(cfg):
     student, qualities over seeds, fitted quality), `lag` (lag in steps -> mismatch, from the clean
     run's weights), `budget` in nats a token, `censored` (quality never fell), `seconds` of one training run."""
     folder = Path(cfg.out or f"{Path(cfg.budget).with_suffix('')}-runs")
+    if Path(cfg.budget).is_dir() or not os.access(Path(cfg.budget).absolute().parent, os.W_OK):
+        raise ValueError(f"--budget {cfg.budget}: must be a file in a folder that can be written")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder}: must be a folder, new or of an earlier calibration")
     cfg = check(dataclasses.replace(cfg, weights="bf16", kv="bf16", out=None, lag=None, sync_every=None, sync_ess=None,
                                     async_=False, max_lag=None))  # fmt: skip
     try:
@@ -316,13 +322,22 @@ def calibrate(cfg):
     model, _, data = untrained(cfg)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "runs.jsonl"
-    done = [json.loads(line) for line in log.open()] if log.exists() else []
+    lines = log.read_text().splitlines(True) if log.exists() else []
+    if lines and not lines[-1].endswith("\n"):  # half a line, of a full disk
+        write(log, lambda new: new.write_text("".join(lines[:-1])))
+    try:
+        done = [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as e:
+        raise ValueError(f"{log}: is broken ({e}); remove its bad line, or the folder") from None
 
     def once(key, value, **how):  # train if runs.jsonl has no such run; the row that it has
         key = fingerprint(cfg) | key
         if not any(r["key"] == key for r in done):
             start, out = time.perf_counter(), str(folder / str(time.time_ns()))
-            run = train(dataclasses.replace(cfg, sync_ess=None, out=out, save_every=10**9, **how))
+            try:
+                run = train(dataclasses.replace(cfg, sync_ess=None, out=out, save_every=10**9, **how))
+            finally:
+                Run.live = None  # what is resumed is the calibration, by the same command
             done.append(dict(key=key, value=value(run), seconds=time.perf_counter() - start))
             with log.open("a") as f:
                 print(json.dumps(done[-1]), file=f, flush=True)
@@ -410,9 +425,15 @@ def capacity(cfg):
     bytes of real tensors: a layer's cache is filled with 256 tokens and weighed, scales included."""
     shape = dict(layers=28, heads=8, size=128)
     if cfg.student:
-        text = transformers.AutoConfig.from_pretrained(cfg.student).get_text_config()
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        shape = dict(layers=text.num_hidden_layers, heads=text.num_key_value_heads, size=size)
+        try:
+            folder = dlc.fetch(cfg.student, "--student")
+            text = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+            size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            shape = dict(layers=text.num_hidden_layers, heads=heads, size=size)
+        except Exception as e:  # of another library
+            told = f"--student {cfg.student}: must be a causal LM whose KV heads its config.json gives ({e})"
+            raise ValueError(str(e) if str(e).startswith("--student") else told) from None
     names = {k for k in dlc.keep_list(cfg.keep_bf16, None) if k.endswith(".kv")}
     if bad := [k for k in names if not re.search(r"\.(\d+)\.kv$", k) or int(k.split(".")[-2]) >= shape["layers"]]:
         raise ValueError(f"--keep-bf16 {bad[0]}: no such layer's KV; there are {shape['layers']} layers, from model.layers.0.kv")
@@ -438,13 +459,22 @@ STANDARD = [dict(weights=w, kv=k) for w, k in (("bf16", "bf16"), ("bf16", "fp8")
             ("int8", "fp8"), ("nvfp4", "fp8"), ("int4", "fp8"), ("int3", "fp8"), ("int2", "fp8"))]  # fmt: skip
 
 
-def tools(cfg, named):
-    """What --calibrate, --admit, --sensitivity and --capacity print; the exit status."""
+def tools(cfg, given):
+    """What --calibrate, --admit, --sensitivity and --capacity print; the exit status. given: the options on
+    the command line; ValueError for one that would be ignored."""
+    rules = ("sync_every", "sync_ess", "sensitivity", "capacity")
+    idle = {"calibrate": (*rules, "weights", "kv", "noise", "lag", "async_", "max_lag", "keep_bf16", "admit"), "admit": (*rules, "sampler"),
+            "sensitivity": (*rules[:2], "capacity", "sampler", "lag", "async_", "max_lag", "keep_bf16"), "capacity": ("weights", "kv")}  # fmt: skip
+    tool = next(t for t in idle if t in given)
+    if bad := [x for x in idle[tool] if x in given]:
+        raise ValueError(f"{dlc.option(bad[0])} {getattr(cfg, bad[0])}: --{tool} does not use it; leave it out")
+    named = given & {"weights", "kv", "keep_bf16", "lag", "async_", "noise"}
     if cfg.capacity is not None:
         if not 0 < cfg.capacity < float("inf"):
             raise ValueError(f"--capacity {cfg.capacity}: must be a number of GiB above 0")
+        rows = capacity(cfg)
         print(f"KV cache in {cfg.capacity} GiB{'':26}bytes/token      tokens   against bf16")
-        for name, each, tokens, ratio in capacity(cfg):
+        for name, each, tokens, ratio in rows:
             print(f"{name:44}{each:13,.1f}{tokens:12,d}{ratio:11.2f}x")
         print("FP8 halves every layer that it covers; a layer kept in BF16 keeps its two bytes a value, and scales take 8 bytes a layer.")
     elif cfg.calibrate:
@@ -466,13 +496,15 @@ def tools(cfg, named):
             raise ValueError(f"--budget {cfg.budget}: no such file; run python opd.py --calibrate first")
         try:
             budget = json.loads(Path(cfg.budget).read_text())
-            assert {"for", "budget", "lag", "seconds"} <= set(budget)
-        except (ValueError, AssertionError, TypeError):
+            assert all(x >= 0 for x in (budget["budget"], *budget["lag"].values())) and budget["seconds"] > 0
+            budget["for"].keys()
+        except (ValueError, AssertionError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"--budget {cfg.budget}: not a budget; run python opd.py --calibrate") from None
         todo = [check(cfg)] if named else [dataclasses.replace(cfg, **how) for how in STANDARD]
-        print(f"{'weights':10}{'kv':10}{'noise':>6}{'lag':>5}{'mismatch':>11}{'budget':>10}  verdict   by source")
         for c in todo:
             out = admit(copy.copy(c), budget)
+            if c is todo[0]:
+                print(f"{'weights':10}{'kv':10}{'noise':>6}{'lag':>5}{'mismatch':>11}{'budget':>10}  verdict   by source")
             print(f"{c.weights:10}{c.kv:10}{c.noise:6.2f}{c.lag or c.max_lag or 0:5d}{out['mismatch']:11.5f}{out['budget']:10.5f}  "
                   f"{'ADMIT ' if out['admitted'] else 'REJECT'}   " + ", ".join(f"{k} {v:.5f}" for k, v in out["by_source"].items())
                   + f"; {out['seconds']:.2f} s, {out['seconds'] / budget['seconds']:.1%} of a training run")  # fmt: skip
@@ -480,16 +512,12 @@ def tools(cfg, named):
     return 0
 
 
+@dlc.guard
 def main(argv=None):
-    try:
-        cfg = parse(Config, argv, __doc__.splitlines()[0], UNUSED)
-        if cfg.capacity is not None or cfg.calibrate or cfg.admit or cfg.sensitivity:
-            return tools(cfg, cfg.given & {"weights", "kv", "keep_bf16", "lag", "async_", "noise"})
-        last = train(cfg)[-1]
-    except (ValueError, OSError) as e:
-        return print(f"opd.py: error: {e}", file=sys.stderr) or 2
-    except KeyboardInterrupt:
-        return print("opd.py: interrupted; go on from the last saved step with --resume", file=sys.stderr) or 130
+    cfg = parse(Config, argv, __doc__.splitlines()[0], UNUSED)
+    if cfg.capacity is not None or cfg.calibrate or cfg.admit or cfg.sensitivity:
+        return tools(cfg, cfg.given)
+    last = train(cfg)[-1]
     print(f"\n{'greedy accuracy, held out':32}")
     for who, key in (("student before", "accuracy_base"), ("teacher", "accuracy_teacher"), ("student after", "accuracy"),
                      ("its narrow copy, which samples", "accuracy_sampler")):  # fmt: skip

@@ -1,6 +1,7 @@
 """The sampler q: a language model in a narrow format, on delayed weights, that records what it drew.
 
     rollout = TorchSampler(model, weights="fp8", kv="fp8").sample(prompt_ids, max_new_tokens=64)
+    python sampler.py --check --model DIR --sampler vllm    # do engine and trainer agree? about a minute
 
 Rollouts come from a copy of the trainer's model that is cheaper (FP8 weights, FP8 KV cache) and late
 (its weights are those of the last sync). So q, which draws a token, is not the policy π that is
@@ -27,12 +28,15 @@ trainer scores, and π/q is wrong on every token. Temperature is 1.
 [3] How much mismatch can OPD tolerate, arXiv 2611.11450 (one scale for every source).
 """
 
+import argparse
 import contextlib
 import copy
+import gc
 import math
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -275,7 +279,7 @@ def check_head(model):
     gap = float((ours - theirs).abs().max()) if ours.shape == theirs.shape else float("inf")
     if not gap <= 8 * torch.finfo(theirs.dtype).eps * float(theirs.abs().max()):
         raise ValueError(f"{type(model).__name__}: logits differ by {gap:.3g} from body times output embedding: non-finite "
-                         "weights, logit soft-capping or scaling; token_logps cannot score it")  # fmt: skip
+                         "weights, logit soft-capping or scaling; token_logps cannot score it, choose another")  # fmt: skip
 
 
 def tail(head_logps):
@@ -292,14 +296,14 @@ def mismatch(logp, logq, mask, head_logp=None, head_logq=None):
     and mean_abs, max_abs of log π - log q; head_mass, the mean of Q_H; tokens, their number
 
     The lag is mismatch(logp, logp_stale, ...): the tokens still come from q, so k1 and k3 are biased
-    there and only `kl` counts."""
-    n = int(mask.sum())
-    gap = (logp - logq)[mask].detach().double()
+    there and only `kl` counts. A token that a policy rules out (-inf) counts as one of exp(-100)."""
+    n, least = int(mask.sum()), lambda x: x[mask].detach().double().clamp_min(-100)
+    gap = least(logp) - least(logq)
     out = dict(kl=float("nan"), k1=-gap.sum() / max(n, 1), mean_abs=gap.abs().sum() / max(n, 1), tokens=n)
     out |= dict(k3=(gap.clamp(-20, 20).exp() - 1 - gap).sum() / max(n, 1), head_mass=float("nan"))
     out |= dict(max_abs=gap.abs().max() if n else 0.0)
     if head_logp is not None:
-        p, q = head_logp[mask].detach().double(), head_logq[mask].detach().double()  # (n, K)
+        p, q = least(head_logp), least(head_logq)  # (n, K)
         inside = torch.where(q > -100, q.exp() * (q - p), 0.0).sum(-1)  # 0 log 0 = 0
         kl = inside + tail(q) * (tail(q) / tail(p)).log()
         out |= dict(kl=kl.sum() / max(n, 1), head_mass=q.exp().sum() / max(n, 1))
@@ -664,8 +668,8 @@ class ProcessSampler:
             answer = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(5)
-            raise ValueError(f"the sampler's process died, exit code {self.process.exitcode} (-9: killed, perhaps for want "
-                             "of memory); go on from the last saved step with --resume") from None  # fmt: skip
+            raise ValueError(f"the sampler's process died, exit code {self.process.exitcode} (-9: killed, perhaps for "
+                             "want of memory)") from None  # fmt: skip
         if isinstance(answer, str):
             raise ValueError(answer)
         arrays, self.kv_scales, self.seconds = answer
@@ -676,3 +680,111 @@ class ProcessSampler:
         self.process.join()
         self.pipe.close()
         torch.set_num_threads(self.threads)
+
+
+# --------------------------------------------------------------------------------------------------
+# Do engine and trainer agree? The judge is the model's own forward on prompts of equal length: no
+# padding, no cache, not token_logps, nothing that the sampler says of itself.
+
+
+def explain(full, y, r, off, limit):
+    """What log-probs that are not the trainer's look like, in words. full (B, T, V): log π; y (B, T, 1)."""
+    at = lambda t: (full / t).log_softmax(-1).gather(-1, y)[..., 0]
+    both, shifted = r.mask[:, 1:] & r.mask[:, :-1], "each log-prob is that of the token {} it: shifted by one"
+    looks = [(at(1)[:, :-1], r.logq[:, 1:], both, shifted.format("before")), (at(1)[:, 1:], r.logq[:, :-1], both, shifted.format("after"))]
+    looks += [(at(t), r.logq, r.mask, f"they are log-probs at temperature {t}; it must be 1") for t in (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5)]
+    looks += [(r.logq, r.logq, r.mask, "they are not those of the drawn tokens under these weights")]
+    return next((words for a, b, mask, words in looks if off(a, b, mask) <= limit), "log-probs are missing, inf or NaN")
+
+
+@torch.no_grad()
+def self_check(model, kind=TorchSampler, weights="fp8", kv="fp8"):
+    """Yields (what, number, wrong) for one property after the other; wrong is "", or says in words what is."""
+    P, T, vocab = 12, 16, model.get_input_embeddings().weight.shape[0]
+    prompts = torch.randint(vocab, (16, P), generator=torch.Generator().manual_seed(0)).tolist() * 2
+    judge = lambda model, tokens: model(tokens, use_cache=False).logits[:, P - 1 : -1].float().log_softmax(-1)  # (B, T, V)
+    off = lambda a, b, mask: float((a - b)[mask].abs().mean())  # nats a token
+    gap = lambda model, r: off(judge(model, r.tokens).gather(-1, r.tokens[:, P:, None])[..., 0], r.logq, r.mask)
+
+    sampler = kind(model, "none", "none")
+    stops, sampler.stop_ids = sampler.stop_ids, sampler.stop_ids[:0]
+    r = sampler.sample(prompts, T, seed=1)
+    y, full = r.tokens[:, P:, None], judge(model, r.tokens)
+    logp, alone = full.gather(-1, y)[..., 0], torch.cat([judge(model, row[None]) for row in r.tokens[:4]])
+    limit = max(0.01, 20 * (floor := off(alone.gather(-1, y[:4])[..., 0], logp[:4], r.mask[:4])))
+    yield "floor: the trainer against itself, another batch shape, mean |d log p|", floor, ""
+    first, stale = off(logp, r.logq, r.mask), off(logp, r.logp_stale, r.mask)
+    yield "engine unquantised, mean |d log p|", first, "" if first <= limit else explain(full, y, r, off, limit)
+    yield "its unquantised copy, logp_stale, likewise", stale, "" if stale <= limit else "logp_stale is not the trainer's log-prob"
+
+    entropy = -(full.exp() * full).sum(-1)  # E[-log p]
+    spread = (full.exp() * full**2).sum(-1) - entropy**2  # its variance
+    z = float((-logp - entropy)[r.mask].sum() / spread[r.mask].sum().sqrt())
+    bad = "likely: a temperature below 1, top-p, top-k or greedy" if z < 0 else "unlikely: a temperature above 1"
+    yield "temperature: -log p of the drawn against the entropy, sigma", z, "" if abs(z) < 4 else f"drawn tokens are too {bad}"
+    q, p, best = r.head_logq.exp(), full.gather(-1, r.head_ids).exp(), full.topk(sampler.head_k).values.exp()
+    odd = float(((q - p).abs().sum(-1) + (best - p).sum(-1).abs())[r.mask].mean())
+    bad = f"the head is not the {sampler.head_k} likeliest tokens and their log-probs: {odd:.2f} of the mass is elsewhere"
+    yield "head mass Q_H", float(q.sum(-1)[r.mask].mean()), "" if odd < 0.02 + limit else bad
+
+    known = len(stops) and int(stops.max()) < vocab
+    yield "stop tokens known", len(stops), "" if known else "none in the vocabulary: name eos_token_id in generation_config.json"
+    sampler.stop_ids = torch.bincount(y[r.mask].flatten()).topk(min(3, vocab)).indices  # frequent ones, to see many stops
+    s = sampler.sample(prompts, T, seed=1)
+    at, n = torch.isin(s.tokens[:, P:], sampler.stop_ids) & s.mask, s.mask.sum(1)
+    last, early = torch.arange(at.shape[1], device=at.device) == n[:, None] - 1, n < T
+    bad = "a response goes on after its stop token" if (at & ~last).any() or not early.any() else ""
+    if not (at & last).any(1)[early].all() or not gap(model, s) <= limit:
+        bad = "a response ends without its stop token and that token's log-prob"
+    yield "responses that a stop token ended", int(early.sum()), bad
+    sampler.stop_ids = stops[:0]
+
+    other, g = copy.deepcopy(model), torch.Generator(model.device).manual_seed(0)
+    for p in (p for p in other.parameters() if p.dim() > 1):
+        p += 0.2 * p.std() * torch.randn(p.shape, generator=g, device=p.device)
+    for version, target in ((1, other), (2, model)):
+        try:
+            sampler.sync(target, version)
+            far = gap(target, r := sampler.sample(prompts, T, seed=1))
+            bad = "" if (r.version == version).all() else f"tokens are marked as of version {r.version.unique().tolist()}, not {version}"
+            bad = bad if far <= limit else f"the engine does not hold the weights of the sync: {far:.3g} nats off"
+        except ValueError as e:  # of the sampler's own probe
+            far, bad = float("nan"), str(e)
+        yield f"sync {version}, against the weights handed over, mean |d log p|", far, bad
+
+    sampler = base = None
+    for pair in dict.fromkeys((("bf16", "bf16"), (weights, "bf16"), ("bf16", kv), (weights, kv))):
+        gc.collect()  # the engine before
+        r = kind(model, *pair).sample(prompts, T, seed=1)
+        kl = mismatch(r.logp_stale, r.logq, r.mask, r.head_logp_stale, r.head_logq)["kl"]
+        bad = "" if kl < 0.3 else "too far from the trainer: a finer format, or python opd.py --sensitivity"
+        if set(pair) - {"none", "bf16"} and r.logq.shape == base.shape and torch.equal(r.logq, base):
+            bad = "nothing is quantised: the engine ignores the format"
+        base = r.logq if base is None else base
+        yield f"weights {pair[0]}, KV {pair[1]}: KL(q || p), nats a token", kl, bad
+
+
+def main(argv=None):
+    """`python sampler.py --check`: exit status 0 if all agrees, 3 if something is wrong, 2 for bad input."""
+    parser = argparse.ArgumentParser(description="Do the sampling engine and the trainer agree?", allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", required=True, help="compare them; say what is wrong")
+    parser.add_argument("--model", help="a causal LM, folder or name (default: the tiny base of dlc.py)")
+    for name, known, default in (("sampler", ("torch", "vllm"), "torch"), ("weights", FORMATS, "fp8"), ("kv", KV_FORMATS, "fp8")):
+        parser.add_argument("--" + name, choices=known, default=default, help=f"(default: {default})")
+    try:
+        parser.error = lambda message: (_ for _ in ()).throw(ValueError(f"{message}; see --help"))  # one line
+        cfg, wrong = parser.parse_args(argv), 0
+        from dlc import load_model, tiny_base  # which imports this file
+
+        model, _ = load_model(cfg.model or tiny_base(), "float32", "cuda" if torch.cuda.is_available() else "cpu")
+        for what, number, bad in self_check(model, VLLMSampler if cfg.sampler == "vllm" else TorchSampler, cfg.weights, cfg.kv):
+            wrong += bool(bad)
+            print(f"{what:72}{number:12.3g}  {'WRONG: ' + bad if bad else 'ok'}", flush=True)
+    except (ValueError, OSError) as e:
+        return print(f"sampler.py: error: {' '.join(str(e).split())}", file=sys.stderr) or 2
+    print(f"{wrong} of these are wrong: engine and trainer do not agree" if wrong else "engine and trainer agree")
+    return 3 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -234,7 +234,7 @@ def test_a_killed_process_ends_the_run(here, monkeypatch, capsys, pair):
     start = time.perf_counter()
     assert dlc.main("--async --steps 500 --prompts 4 --group-size 2 --out run".split()) == 2
     err = [x for x in capsys.readouterr().err.splitlines() if "error" in x]
-    assert len(err) == 1 and "exit code -9" in err[0] and "--resume" in err[0]
+    assert len(err) == 1 and "exit code -9" in err[0] and "no step of run was saved" in err[0]
     assert 3 <= whole_files("run") <= 5 and time.perf_counter() - start < 40
 
 
@@ -244,7 +244,7 @@ def test_an_error_in_the_process_is_the_run_s_one_line(here, monkeypatch, capsys
     assert dlc.main("--async --max-lag 2 --steps 9 --prompts 4 --group-size 2 --out run".split()) == 2
     shown = capsys.readouterr().err
     (err,) = (x for x in shown.splitlines() if "error" in x)
-    assert err.endswith("there is no room") and ("RuntimeError" in err) == (kind is Broken) and "Traceback" not in shown
+    assert "there is no room" in err and ("RuntimeError" in err) == (kind is Broken) and "Traceback" not in shown
     assert whole_files("run") == 2
 
 
@@ -326,10 +326,8 @@ def test_a_signal_ends_both_processes(pair, tmp_path, what, script):
     finally:
         run.kill()
     shown = Path(log.name).read_text()
-    assert "Traceback" not in shown and run.returncode != 0
-    if what == signal.SIGINT:
-        assert run.returncode == 130 and shown.count("interrupted") == 1
-        assert whole_files(tmp_path / "run") > 0
+    assert "Traceback" not in shown and run.returncode == 128 + what and shown.count("stopped by") == 1
+    assert whole_files(tmp_path / "run") > 0
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")

@@ -1,0 +1,429 @@
+"""Bad input through the real command lines: one line on standard error that names the thing, the value and the
+remedy; exit status 2; nothing written, nothing trained, nothing followed. Ten cases run as processes."""
+
+import json
+import os
+import pickle
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+import dlc
+import opd
+
+ROOT = Path(__file__).parents[1]
+ROWS = [dict(prompt=f"{i}+1=", answer=str(i + 1)) for i in range(9)]
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("PWNED",)
+
+
+def jsonl(*rows):
+    return "\n".join(x if isinstance(x, str) else json.dumps(x) for x in rows)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder of everything that can be wrong, made once and never written to again."""
+    torch.set_num_threads(1)
+    w = tmp_path_factory.mktemp("world")
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(w)
+        shutil.move(dlc.tiny_base(steps=2), "base")
+        os.rmdir("runs")
+        data(), models(), recipes(), runs()
+    return w
+
+
+def data():
+    files = dict(
+        good=jsonl(*ROWS), empty="", spaces=" \n\n\t\n", half=jsonl(*ROWS, '{"prompt": "1+'), noanswer=jsonl(*ROWS, dict(prompt="1+1=")),
+        null=jsonl(dict(prompt=None, answer="2")), list=jsonl(dict(prompt="1+1=", answer=["2"])), blank=jsonl(dict(prompt=" ", answer="2")),
+        deep="[" * 200_000, nul=jsonl(*ROWS) + "\n\0\0", word=jsonl(*ROWS, '"prompt answer"'), array=json.dumps(ROWS),
+        followed=jsonl(*ROWS, dict(prompt="@base/config.json", answer="2")), surrogate=jsonl(*ROWS, '{"prompt": "\\ud800", "answer": "2"}'),
+        digits=jsonl(*ROWS, '{"prompt": ' + "1" * 9999 + ', "answer": "2"}'), huge=jsonl(*ROWS, dict(prompt="1" * 5_000_000, answer="2")),
+        unread=jsonl(*ROWS, dict(prompt="1+x=", answer="2")), long=jsonl(*ROWS, dict(prompt="1" * 61, answer="2")), words=jsonl(*ROWS, dict(prompt="one and one", answer="2")))  # fmt: skip
+    for name, text in files.items():
+        Path(f"{name}.jsonl").write_text(text)
+    Path("utf16.jsonl").write_bytes(jsonl(*ROWS).encode("utf-16"))
+    Path("latin1.jsonl").write_bytes('{"prompt": "\xe9", "answer": "e"}'.encode("latin1"))
+
+
+def model(name, config=None, tensors=None, drop=(), raw=()):
+    """A copy of the base with its config, its weights or whole files changed."""
+    shutil.copytree("base", name)
+    if config:
+        settings = json.loads(Path(name, "config.json").read_text())
+        Path(name, "config.json").write_text(json.dumps({k: v for k, v in (settings | config).items() if v != "drop"}))
+    if tensors:
+        weights = load_file(f"{name}/model.safetensors")
+        tensors(weights)
+        save_file(weights, f"{name}/model.safetensors", dict(format="pt"))
+    for x in drop:
+        Path(name, x).unlink()
+    for x, content in dict(raw).items():
+        Path(name, x).write_bytes(content if isinstance(content, bytes) else content(Path("base", x).read_bytes()))
+
+
+def models():
+    def put(key, row, value):
+        return lambda weights: weights[key][row].fill_(value)
+
+    embedding, norm, weights = "model.embed_tokens.weight", "model.norm.weight", "model.safetensors"
+    model("truncated", raw={weights: lambda x: x[:-100]})
+    model("nothing", raw={weights: b""})
+    model("noconfig", drop=["config.json"]), model("halfconfig", raw={"config.json": lambda x: x[:99]})
+    model("untyped", config=dict(model_type="drop", architectures=None)), model("future", config=dict(model_type="qwen99"))
+    model("notokenizer", drop=["tokenizer.json", "tokenizer_config.json"])
+    model("halftokenizer", raw={"tokenizer.json": lambda x: x[:200]})
+    model("noeos", config=dict(eos_token_id=None), drop=["generation_config.json"])
+    model("nan", tensors=put(norm, 3, float("nan"))), model("inf", tensors=put(embedding, 12, float("inf")))
+    model("part", tensors=lambda x: x.pop("model.layers.1.mlp.up_proj.weight"))
+    model("wide", config=dict(hidden_size=96))
+    model("code", config=dict(model_type="custom", auto_map=dict(AutoConfig="evil.C", AutoModelForCausalLM="evil.M")),
+          raw={"evil.py": b"import os\nos.mkdir('PWNED')\n"})  # fmt: skip
+    model("pickled", drop=[weights], raw={"pytorch_model.bin": pickle.dumps(Evil())})
+    model("torched", drop=[weights])
+    torch.save(load_file(f"base/{weights}"), "torched/pytorch_model.bin")
+    shards = dict(metadata={}, weight_map={embedding: "a.safetensors"})
+    model("shardless", drop=[weights], raw={"model.safetensors.index.json": json.dumps(shards).encode()})
+    odd = hf.AutoTokenizer.from_pretrained("base")
+    odd.add_tokens(["x"])
+    model("odd"), odd.save_pretrained("odd")
+    model("stop", raw={"generation_config.json": b'{"eos_token_id": 11}'})
+    model("stripped")  # a tokenizer that drops what it does not know: a prompt can tokenise to nothing
+    tokenizer = json.loads(Path("stripped/tokenizer.json").read_text())
+    tokenizer["normalizer"] = dict(type="Replace", pattern=dict(Regex="[^0-9+=]"), content="")
+    Path("stripped/tokenizer.json").write_text(json.dumps(tokenizer))
+    sizes = dict(vocab_size=14, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
+    bert = hf.BertForMaskedLM(hf.BertConfig(**sizes, eos_token_id=13))
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=14, d_model=32, d_ff=32, num_layers=1, num_heads=1, d_kv=32))
+    gemma = hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, num_key_value_heads=1, head_dim=32, final_logit_softcapping=0.5, eos_token_id=13))
+    for name, other in dict(bert=bert, t5=t5, gemma=gemma).items():
+        dlc.save_model(other, odd, name)
+    Path("bare").mkdir(), Path("file").write_text("a file")
+    # These are unusual and good: a padded vocabulary, an untied head, neither pad token nor a pad id.
+    grown = hf.AutoModelForCausalLM.from_pretrained("base")
+    grown.resize_token_embeddings(32)
+    dlc.save_model(grown, hf.AutoTokenizer.from_pretrained("base"), "padded")
+    model("untied", config=dict(tie_word_embeddings=False), tensors=lambda x: x.update({"lm_head.weight": x[embedding].clone()}))
+    settings = json.loads(Path("base/tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    model("nopad", config=dict(pad_token_id=None), raw={"tokenizer_config.json": json.dumps(settings).encode()})
+
+
+def recipes():
+    mine = dlc.model_fingerprint(hf.AutoModelForCausalLM.from_pretrained("base"))
+    fit = dlc.dataclasses.asdict(opd.Config())
+    good = {"for": {k: fit[k] for k in opd.fingerprint(opd.Config())} | dict(steps=300), "budget": 0.1, "lag": {"1": 0.1}, "seconds": 1.0}
+    for name, x in dict(
+            r_other=dict(model=["qwen3", 9, 9, 9, 9.0], keep_bf16=[]), r_list=["model.layers.0"], r_text=dict(model=mine, keep_bf16="model"),
+            r_nested=dict(model=mine, keep_bf16=[["model.layers.0"]]), r_follow=dict(model=mine, keep_bf16=["@r_other.json"]), r_keys={},
+            b_list=["for"], b_text=good | dict(budget="much"), b_nan=good | dict(budget=float("nan")), b_lag=good | dict(lag=3),
+            b_for=good | {"for": "all"}, b_other=good | {"for": good["for"] | dict(lr=7.0)}, b_keys=dict(budget=1.0)).items():  # fmt: skip
+        Path(f"{name}.json").write_text(json.dumps(x))
+    Path("r_half.json").write_text('{"model": ["qwen3"')
+    Path("b_half.json").write_text('{"for": {"student"')
+
+
+def runs():
+    """A finished run of two steps, and copies of it with one thing broken in each."""
+    dlc.train(dlc.Config(steps=2, prompts=2, group_size=2, model=str(Path("base").resolve()), out="run", max_new_tokens=4, device="cpu"))
+    config = json.loads(Path("run/config.json").read_text())
+
+    def broken(name, **files):
+        shutil.copytree("run", name)
+        for file, change in files.items():
+            file = Path(name, file.replace("_", "."))
+            file.unlink() if change is None else file.write_bytes(change(file.read_bytes()))
+
+    edit = lambda **how: lambda _: json.dumps(config | how).encode()
+    cut, junk = lambda x: x[:-500], lambda x: b"\x00garbage" * 9
+    broken("run_noconfig", config_json=None), broken("run_badconfig", config_json=lambda x: x[:40])
+    broken("run_text", config_json=edit(lr="fast")), broken("run_null", config_json=edit(seed=None))
+    broken("run_extra", config_json=edit(temperature=0.7)), broken("run_range", config_json=edit(clip=-1.0))
+    broken("run_nostate", state_pt=None), broken("run_cutstate", state_pt=cut), broken("run_junk", state_pt=junk)
+    broken("run_evil"), torch.save(dict(step=1, master=Evil()), "run_evil/state.pt")
+    broken("run_nolog", metrics_jsonl=None), broken("run_shortlog", metrics_jsonl=lambda x: x.splitlines(True)[0])
+    broken("run_badlog", metrics_jsonl=lambda x: x[: len(x) // 2] + b"\n" + x[len(x) // 2 :])
+    broken("run_shortsamples", samples_jsonl=lambda x: b"")
+    broken("run_model", config_json=edit(model=str(Path("untied").resolve()))), broken("run_gone", config_json=edit(model="nowhere/at/all"))
+
+
+# The script, its command line ({w}: the folder above), and what the line must name: thing, value, remedy. A P
+# in front: as a process.
+CASES = """
+dlc: --steps 1e3 | --steps 1e3 int
+P dlc: --steps two | --steps two int
+dlc: --steps= | --steps int
+dlc: --steps 0 | --steps 0 from 1 up
+dlc: --prompts 0 | --prompts 0 from 1 up
+dlc: --group-size 1 | --group-size 1 from 2 up
+dlc: --group-size 99999999 | --group-size 99999999 smaller
+dlc: --lr inf | --lr inf number
+dlc: --lr -1 | --lr -1.0 number
+dlc: --cap nan | --cap nan number
+dlc: --clip -0.1 | --clip -0.1 from 0 up
+dlc: --noise inf | --noise inf number
+dlc: --seed -1 | --seed -1 from 0 up
+dlc: --sync-every 1.5 | --sync-every 1.5 int
+dlc: --sync-ess 2 | --sync-ess 2 at most 1
+dlc: --save-every -5 | --save-every -5 from 1 up
+dlc: --weights FP8 | --weights FP8 nvfp4
+dlc: --kv nvfp4 | --kv nvfp4 fp8_e5m2
+dlc: --sampler sglang | --sampler sglang vllm
+dlc: --sampler-memory 0.5 | --sampler-memory 0.5 only --sampler vllm
+dlc: --sampler vllm --sampler-memory 0 | --sampler-memory 0.0 number
+dlc: --lag 1 --sync-every 0 | --lag 1 --sync-every
+dlc: --lag 1 --sync-ess 0 | --lag 1 --sync-ess
+dlc: --micro-batch 7 | --micro-batch 7 divisor 256
+dlc: --minibatches 3 | --minibatches 3 divisor 256
+dlc: --device gpu | --device gpu cuda
+dlc: --device cuda:99 | --device cuda:99 cpu
+dlc: --correction | --correction argument
+dlc: train | train --help
+P dlc: --bias=yes | --bias yes
+dlc: --temperature 0.7 | --temperature --help
+dlc: --keep-bf16 model.layers.0.nope --model {w}/base | model.layers.0.nope name model.layers.0
+dlc: --keep-bf16 @{w}/none.json | none.json --sensitivity
+dlc: --keep-bf16 @{w} | directory --sensitivity
+P dlc: --keep-bf16 @{w}/r_half.json | r_half.json --sensitivity
+dlc: --keep-bf16 @{w}/r_list.json | r_list.json --sensitivity
+dlc: --keep-bf16 @{w}/r_keys.json | r_keys.json keep_bf16 --sensitivity
+dlc: --keep-bf16 @{w}/r_text.json | r_text.json keep_bf16 list --sensitivity
+dlc: --keep-bf16 @{w}/r_nested.json | r_nested.json keep_bf16 names --sensitivity
+dlc: --keep-bf16 @{w}/r_other.json --model {w}/base | r_other.json qwen3
+dlc: --keep-bf16 @{w}/r_follow.json --model {w}/base | '@r_other.json' no such module
+dlc: --data {w}/empty.jsonl | empty.jsonl no rows
+dlc: --data {w}/spaces.jsonl | spaces.jsonl no rows
+P dlc: --data {w}/half.jsonl | half.jsonl line 10 must be
+dlc: --data {w}/noanswer.jsonl | noanswer.jsonl line 10 must be answer
+dlc: --data {w}/null.jsonl | null.jsonl line 1 must be
+dlc: --data {w}/list.jsonl | list.jsonl line 1 must be
+dlc: --data {w}/blank.jsonl | blank.jsonl line 1 empty
+dlc: --data {w}/deep.jsonl | deep.jsonl line 1 must be
+dlc: --data {w}/nul.jsonl | nul.jsonl line 10 must be
+dlc: --data {w}/word.jsonl | word.jsonl line 10 must be
+dlc: --data {w}/array.jsonl | array.jsonl line 1 must be
+dlc: --data {w}/digits.jsonl | digits.jsonl line 10 must be
+dlc: --data {w}/utf16.jsonl | utf16.jsonl line 1 UTF-8
+dlc: --data {w}/latin1.jsonl | latin1.jsonl line 1 UTF-8
+dlc: --data {w} | --data file
+dlc: --data /dev/null | --data /dev/null file
+dlc: --data {w}/huge.jsonl --model {w}/base --prompts 2 | huge.jsonl 5000000 characters context
+dlc: --data {w}/long.jsonl --model {w}/base --prompts 2 --max-new-tokens 4 | long.jsonl 61 tokens --max-new-tokens 4 64
+dlc: --model {w}/base --max-new-tokens 64 | --max-new-tokens 64 context
+dlc: --data {w}/surrogate.jsonl --model {w}/base --prompts 2 | surrogate.jsonl line 10 must be
+dlc: --data {w}/words.jsonl --model {w}/stripped --prompts 2 | words.jsonl 'one and one' at least one
+dlc: --data {w}/unread.jsonl --model {w}/odd --prompts 2 | unread.jsonl '1+x=' [1, 10, 14, 11] below 14 vocabulary
+dlc: --data {w}/good.jsonl --model {w}/base --prompts 9 | --prompts 9 only 8
+dlc: --model {w}/none | /none no such folder give the folder
+P dlc: --model nobody/no-such-model | --model nobody/no-such-model no such folder give the folder
+dlc: --model ../*? | --model ../*? give the folder
+dlc: --model {w}/bare | bare no causal LM
+dlc: --model {w}/file | file no causal LM
+P dlc: --model {w}/truncated | truncated no causal LM
+dlc: --model {w}/nothing | nothing no causal LM
+dlc: --model {w}/noconfig | noconfig no causal LM
+dlc: --model {w}/halfconfig | halfconfig no causal LM
+dlc: --model {w}/untyped | untyped no causal LM
+dlc: --model {w}/future | future no causal LM qwen99
+dlc: --model {w}/notokenizer | notokenizer no tokenizer tokenizer.json
+dlc: --model {w}/halftokenizer | halftokenizer no causal LM
+dlc: --model {w}/noeos | noeos no stop token generation_config.json
+dlc: --model {w}/nan | nan model.norm.weight NaN
+dlc: --model {w}/inf | inf model.embed_tokens.weight inf
+dlc: --model {w}/part | part model.layers.1.mlp.up_proj.weight missing
+dlc: --model {w}/wide | wide no causal LM
+P dlc: --model {w}/code | code no causal LM code
+P dlc: --model {w}/pickled | pickled no causal LM safetensors
+dlc: --model {w}/torched | torched no causal LM safetensors
+dlc: --model {w}/shardless | shardless no causal LM
+dlc: --model {w}/bert | BertLMHeadModel cannot score choose another
+dlc: --model {w}/t5 | t5 no causal LM
+dlc: --model {w}/gemma | Gemma2ForCausalLM soft-capping choose another
+dlc: --out {w}/file | --out file new or empty
+dlc: --out {w}/file/below | --out below written
+dlc: --out {w}/run | --out run new or empty
+dlc: --resume {w}/run --lr 1 | --resume --lr leave out
+dlc: --resume {w}/run --steps 1 | --steps 1 2 steps already more
+dlc: --resume {w}/nowhere | --resume nowhere config.json
+dlc: --resume {w}/run_noconfig | run_noconfig config.json
+dlc: --resume {w}/run_badconfig | run_badconfig config.json
+dlc: --resume {w}/run_text | run_text lr 'fast' float
+dlc: --resume {w}/run_null | run_null seed None int
+dlc: --resume {w}/run_extra | run_extra options
+dlc: --resume {w}/run_range | --clip -1.0 from 0 up
+dlc: --resume {w}/run_nostate | run_nostate state.pt
+dlc: --resume {w}/run_cutstate | run_cutstate broken new run
+dlc: --resume {w}/run_junk | run_junk broken new run
+P dlc: --resume {w}/run_evil | run_evil broken new run
+dlc: --resume {w}/run_nolog | run_nolog broken new run
+dlc: --resume {w}/run_shortlog | run_shortlog steps 0 to 1 new run
+dlc: --resume {w}/run_badlog | run_badlog broken new run
+dlc: --resume {w}/run_shortsamples | run_shortsamples steps 0 to 1 new run
+dlc: --resume {w}/run_model | run_model broken new run
+dlc: --resume {w}/run_gone | --model nowhere/at/all give the folder
+opd: --model {w}/base | --model --help
+opd: --student {w}/base | --student --teacher both
+opd: --loss kl | --loss kl one of full
+opd: --loss-k 0 | --loss-k 0 from 1 up
+opd: --seeds 0 --calibrate | --seeds 0 from 1 up
+opd: --tolerance nan --calibrate | --tolerance nan number
+opd: --target -1 --sensitivity | --target -1.0 from 0 up
+opd: --levels 1,2 --calibrate | --levels 1,2 0
+opd: --levels 0,x --calibrate | --levels 0,x numbers
+opd: --levels 0,inf --calibrate | --levels 0,inf numbers
+opd: --calibrate --weights fp8 | --weights fp8 --calibrate leave
+opd: --calibrate --admit | --admit --calibrate leave
+opd: --admit --sampler vllm | --sampler vllm --admit leave
+opd: --calibrate --budget {w}/no/such/budget.json | --budget budget.json folder
+opd: --calibrate --budget {w}/bare | --budget bare file
+opd: --calibrate --out {w}/file | --out file folder
+P opd: --admit | --budget budget.json --calibrate
+opd: --admit --budget {w}/b_half.json | b_half.json not a budget --calibrate
+opd: --admit --budget {w}/b_list.json | b_list.json not a budget --calibrate
+opd: --admit --budget {w}/b_text.json | b_text.json not a budget --calibrate
+opd: --admit --budget {w}/b_nan.json | b_nan.json not a budget --calibrate
+opd: --admit --budget {w}/b_lag.json | b_lag.json not a budget --calibrate
+opd: --admit --budget {w}/b_for.json | b_for.json not a budget --calibrate
+opd: --admit --budget {w}/b_keys.json | b_keys.json not a budget --calibrate
+opd: --admit --budget {w}/b_other.json | b_other.json lr 7.0 calibrate
+opd: --capacity 0 | --capacity 0.0 above 0
+opd: --capacity nan | --capacity nan above 0
+opd: --capacity 1e-9 | --capacity 1e-09 more
+opd: --capacity 1 --student {w}/bare | --student bare
+opd: --capacity 1 --student nobody/no-such-model | --student nobody/no-such-model give the folder
+opd: --capacity 1 --keep-bf16 model.layers.99.kv | model.layers.99.kv 28 layers
+opd: --student {w}/nan --teacher {w}/base | --student nan model.norm.weight
+opd: --student {w}/base --teacher {w}/part | --teacher part missing
+opd: --student {w}/base --teacher {w}/bert | bert tokenizer
+opd: --student {w}/base --teacher {w}/odd | --teacher odd tokenizer
+opd: --student {w}/base --teacher {w}/stop | --teacher stop tokens [11] [13]
+opd: --resume {w}/run | --resume run this script
+""".strip().splitlines()
+IN_PROCESS = [x for x in CASES if not x.startswith("P ")]
+PROCESSES = [x.removeprefix("P ") for x in CASES if x.startswith("P ")]
+
+
+def pictures(world):
+    return sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in world.rglob("*"))
+
+
+@pytest.fixture
+def refuse(world, tmp_path, monkeypatch):
+    """refuse(case, run): `run(script, argv)` -> (status, stdout, stderr) must refuse, and write and train nothing."""
+    monkeypatch.chdir(tmp_path)
+    before = pictures(world)
+
+    def check(case, run):
+        script, line = case.split(": ", 1)
+        command, words = line.format(w=world).rsplit(" | ", 1)
+        code, out, err = run(script, shlex.split(command))
+        assert code == 2 and err.count("\n") == 1 and err.endswith("\n"), (code, err)
+        assert err.startswith(f"{script}.py: error: ") and "Traceback" not in err and len(err) < 1200
+        assert not (missing := [x for x in words.split() if x not in err]), (missing, err)
+        assert out == "" and not list(tmp_path.iterdir()), "something was begun"
+        assert pictures(world) == before
+
+    return check
+
+
+@pytest.mark.parametrize("case", IN_PROCESS)
+def test_bad_input(refuse, case, capsys, monkeypatch):
+    def untrained(*_, **__):
+        raise AssertionError("the tiny base would have been trained first")
+
+    def run(script, argv):
+        start = time.process_time()
+        code = dict(dlc=dlc, opd=opd)[script].main(argv)
+        assert time.process_time() - start < 5
+        return code, *capsys.readouterr()
+
+    monkeypatch.setattr(dlc, "tiny_base", untrained)
+    monkeypatch.setattr(opd, "tiny_base", untrained)
+    capsys.readouterr()
+    refuse(case, run)
+
+
+@pytest.mark.parametrize("case", PROCESSES)
+def test_bad_input_as_a_process(refuse, case):
+    def run(script, argv):
+        done = subprocess.run([sys.executable, ROOT / f"{script}.py", *argv], capture_output=True, text=True, timeout=40)
+        return done.returncode, done.stdout, done.stderr
+
+    refuse(case, run)
+
+
+def test_there_are_enough():
+    assert len(IN_PROCESS) >= 50 and len(PROCESSES) >= 10 and len(set(CASES)) == len(CASES)
+
+
+@pytest.mark.parametrize("command", ["--model {w}/padded", "--model {w}/untied", "--model {w}/nopad", "--model {w}/base --data {w}/crlf.jsonl"])
+def test_unusual_and_good(world, tmp_path, monkeypatch, command, capsys):
+    """A refusal too many: a padded vocabulary, an untied head, no pad token, a file from Windows."""
+    monkeypatch.chdir(tmp_path)
+    (world / "crlf.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(*ROWS).replace("\n", "\r\n").encode())
+    assert dlc.main(shlex.split(command.format(w=world) + " --steps 1 --prompts 2 --group-size 2 --max-new-tokens 4")) is None
+    assert "RESULT" in capsys.readouterr().out
+    (world / "crlf.jsonl").unlink()
+
+
+def test_a_folder_that_cannot_be_written(world, tmp_path, monkeypatch, capsys):
+    """Root may write anywhere, so the answer of the system is played."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for argv in (["--out", "new"], [], ["--resume", str(world / "run")]):
+        assert dlc.main(argv) == 2
+        err = capsys.readouterr().err
+        assert "a folder that can be written" in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert opd.main(["--calibrate"]) == 2 and "--budget budget.json: must be" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert dlc.main(["--device", "cuda:2"]) == 2
+    assert "--device cuda:2: must be cpu, or one of the 2 GPUs" in capsys.readouterr().err
+
+
+def test_a_name_comes_from_the_hub_or_its_cache_within_seconds(world, monkeypatch, capsys):
+    """Only data is asked for, no pickle and no code; without network the cache answers, and what is in neither is
+    refused at once: transformers alone tries for 50 seconds."""
+    asked = []
+
+    def info(self, name, timeout):
+        assert timeout < 5
+        if asked == ["down"]:
+            raise ConnectionError("Name or service not known")
+
+    def snapshot(name, local_files_only=False, **how):
+        asked.append(dict(how, local=local_files_only))
+        if name == "not/cached":
+            raise ValueError("not cached")
+        return str(world / "base")
+
+    monkeypatch.setattr(dlc.huggingface_hub.HfApi, "model_info", info)
+    monkeypatch.setattr(dlc.huggingface_hub, "snapshot_download", snapshot)
+    dlc.load_model("some/name", "float32", "cpu")
+    assert not asked[0]["local"] and len(asked) == 1
+    for file, wanted in {"model.safetensors": 1, "model-1-of-2.safetensors": 1, "tokenizer.json": 1, "pytorch_model.bin": 0,
+                         "modeling.py": 0, "onnx/config.json": 0, "consolidated.safetensors": 0}.items():  # fmt: skip
+        how = {k: asked[0][k] for k in ("allow_patterns", "ignore_patterns")}
+        assert len(list(dlc.huggingface_hub.utils.filter_repo_objects([file], **how))) == wanted, file
+    asked[:] = ["down"]
+    dlc.load_model("some/name", "float32", "cpu")
+    assert asked[1]["local"] and "the copy in its cache" in capsys.readouterr().out
+    asked[:] = ["down"]
+    with pytest.raises(ValueError, match="--model not/cached: no such folder.*Name or service.*give the folder"):
+        dlc.load_model("not/cached", "float32", "cpu")
