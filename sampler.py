@@ -623,7 +623,7 @@ def serve(pipe, kind, models, device, options, threads):
     except EOFError:  # the trainer has closed its end
         pass
     except Exception as e:  # for the trainer to show
-        name = "" if isinstance(e, ValueError) else f"{type(e).__name__} in the sampler's process (without --async it shows where): "
+        name = "" if isinstance(e, ValueError) else f"{type(e).__name__}, sampling (without --async it shows where): "
         send(pipe.send, name + " ".join(str(e).split()))
 
 
