@@ -627,7 +627,7 @@ def serve(pipe, kind, models, device, options, threads):
     except EOFError:  # the trainer has closed its end
         pass
     except Exception as e:  # for the trainer to show
-        name = "" if isinstance(e, ValueError) else f"{type(e).__name__} in the sampler's process (--lag shows where): "
+        name = "" if isinstance(e, ValueError) else f"{type(e).__name__}, sampling (without --async it shows where): "
         send(pipe.send, name + " ".join(str(e).split()))
 
 
@@ -636,7 +636,7 @@ class ProcessSampler:
     one thread at a time, so a thread would not overlap. Requests and rollouts keep their order and a
     request names its weights, so the numbers do not depend on who is faster.
 
-    models   copies of the trainer's, moved to shared memory; to be written again once it is out of use
+    models   copies of the trainer's, moved to shared memory; one that no request to come names may be rewritten
     threads  of a CPU: each side gets half of torch's, or all that OMP_NUM_THREADS says"""
 
     def __init__(self, kind, models, device, options):
