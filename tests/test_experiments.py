@@ -1,18 +1,34 @@
 """The README shows what the committed logs say: the claims are recomputed and compared word by word."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 spec = importlib.util.spec_from_file_location("experiments", ROOT / "notebooks" / "experiments.py")
 experiments = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(experiments)
 
 
 def test_readme_equals_the_logs(capsys):
-    experiments.claims(None)
-    shown = capsys.readouterr().out
-    assert "C5 reproduced" in shown and shown in (ROOT / "README.md").read_text()
+    """Its two tables word by word: formulas, exact biases, accuracies, verdicts, and the lines that the names lead to."""
+    experiments.readme(None)
+    tables = capsys.readouterr().out.rstrip("\n").split("\n\n")
+    assert len(tables) == 2 and "| C5 |" in tables[1]
+    assert all(table in README for table in tables), "python notebooks/experiments.py readme prints what belongs there"
+
+
+def test_readme_is_true_of_the_files():
+    """Line counts, links and pictures, and the length that it may have."""
+    assert 150 <= len(README.splitlines()) <= 250
+    for name, lines in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", README, re.M):
+        assert int(lines) == len((ROOT / name).read_text().splitlines()), name
+    targets = re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", README)
+    assert len(targets) > 15 and all((ROOT / t).exists() for t in targets if not t.startswith("http"))
+    for name, line in re.findall(r"\[`(\w+)`\]\(dlc\.py#L(\d+)\)", README):
+        at = (ROOT / "dlc.py").read_text().splitlines()[int(line) - 1]
+        assert at.startswith("def " + ("importance" if name == "is" else name) + "("), name
 
 
 def test_a_claim_can_fail(monkeypatch, capsys):

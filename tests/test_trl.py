@@ -1,24 +1,18 @@
-"""The subclass of TRL's GRPOTrainer that the README shows: run as printed there, on a CPU."""
+"""The subclass of TRL's GRPOTrainer that the README points at, on a CPU."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl_dlc import DLCTrainer
 
 import dlc
-
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-CODE = next(x for x in re.findall(r"```python\n(.*?)```", README, re.S) if "class DLCTrainer" in x)
-
 
 @pytest.fixture
 def trainer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(CODE, names)
     model, tokenizer = dlc.load_model(dlc.tiny_base(5), "float32", "cpu")
     rows, _ = dlc.load_data(dlc.Config(prompts=1), tokenizer)
     data = Dataset.from_list([dict(prompt=r["prompt"], answer=r["answer"]) for r in rows[:64]])
@@ -29,7 +23,7 @@ def trainer(tmp_path, monkeypatch):
         args = GRPOConfig(str(tmp_path), per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4,
                           max_completion_length=4, max_steps=3, learning_rate=1e-3, scale_rewards="none", use_cpu=True, bf16=False,
                           report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, gradient_checkpointing=False)  # fmt: skip
-        kind = type("Trainer", (names["DLCTrainer"],), fields)
+        kind = type("Trainer", (DLCTrainer,), fields)
         return kind(model, reward, args, data, processing_class=tokenizer)
 
     return make
