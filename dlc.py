@@ -701,8 +701,8 @@ class Run:
         self.resync(row)
         shown = dict(step=row["step"], prompt=first["prompt"], answer=first["answer"], completion=texts[0], reward=rewards[0])
         start, drawn, end = *times, time.perf_counter()
-        row |= dict(seconds_sample=self.worker.seconds if self.worker else drawn - start, seconds_wait=drawn - start,
-                    seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))  # fmt: skip
+        row |= dict(seconds_sample=drawn - start, seconds_train=end - drawn, tokens_per_second=row["tokens"] / (end - start))
+        row |= dict(seconds_sample=self.worker.seconds, seconds_wait=drawn - start) if self.worker else {}
         row |= self.before if row["step"] == 0 else {}
         kept = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in row.items()}  # JSON has no NaN
         self.rows.append(kept)

@@ -408,7 +408,7 @@ def weights(folder):
 
 def comparable(rows):
     """As JSON, without what a clock says."""
-    drop = ("seconds_sample", "seconds_wait", "seconds_train", "tokens_per_second")
+    drop = ("seconds_sample", "seconds_train", "tokens_per_second")
     return [json.dumps({k: v for k, v in r.items() if k not in drop}) for r in rows]
 
 
