@@ -301,7 +301,7 @@ def opd_runs(seeds):
     jobs = [distil("3x64", "sampled", 0, clean() | dict(sync_every=0), steps=33, thin=1)]  # lag -> mismatch
     for s in range(seeds):
         jobs += [distil("3x64", "sampled", s, how) for how in [clean(n) for n in LEVELS] + configurations]
-        jobs += [distil("3x64", "full", s, how) for how in [clean(n) for n in LEVELS] + [configurations[i] for i in (8, 10, 14)]]
+        jobs += [distil("3x64", "full", s, how) for how in [clean(n) for n in LEVELS] + [configurations[i] for i in (10, 14)]]
     for s in range(seeds):
         for pair in SIZES:
             levels = () if pair == "3x64" else (0, 0.4, 0.8, 1.2)
