@@ -462,7 +462,7 @@ def crossings(size, correction, key="ess"):
 def c7():
     """The step at which the ESS over responses crosses one half (40: not reached) differs by model: the intervals of two
     sizes do not meet; longer responses cross sooner; and for some size each fixed interval is late (worse than the rule by
-    more than the paired interval) or wasteful (more syncs)."""
+    more than the paired interval) or wasteful (no better, and more syncs)."""
     rules = ("every 1", "every 4", "every 16", "every 64", "ESS < 1/2")
     runs = {(size, rule): [r for r in rows("resync") if r["cell"] == [size, rule]] for size in SIZES for rule in rules}
     if any(len(v) < SEEDS for v in runs.values()) or any(len(crossings(size, "tis")) < SEEDS for size in SIZES):
@@ -479,8 +479,9 @@ def c7():
         rule, verdicts = runs[size, rules[-1]], []
         for name in rules[:-1]:
             less, half = interval([x["accuracy"] - y["accuracy"] for x, y in zip(rule, runs[size, name])])
-            verdicts.append("late" if less - half > 0 else "wasteful" if runs[size, name][0]["syncs"] > statistics.fmean(r["syncs"] for r in rule) else "")
-        beaten |= all(verdicts)
+            more = runs[size, name][0]["syncs"] > statistics.fmean(r["syncs"] for r in rule)
+            verdicts.append("late" if less - half > 0 else "better" if less + half < 0 else "wasteful" if more else "")
+        beaten |= set(verdicts) <= {"late", "wasteful"}
         said.append(f"{size}: " + ", ".join("{} {:.2f} ± {:.2f} ({:.0f} syncs{})".format(
             name, *interval([r["accuracy"] for r in runs[size, name]]), statistics.fmean(r["syncs"] for r in runs[size, name]), f", {v}" * bool(v))
             for name, v in zip(rules, [*verdicts, ""])))  # fmt: skip
