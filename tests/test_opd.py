@@ -388,7 +388,7 @@ def test_probe_is_the_mean_kl_of_q_from_the_trainer(here, monkeypatch):
     kl, r = opd.probe(cfg, model, data), seen[0]
     logp = S.token_logps(model, r, head=True)[1]  # the head is the whole vocabulary of 14
     want = (r.head_logq.exp() * (r.head_logq - logp)).sum(-1)[r.mask].mean()
-    assert len(r.tokens) == 32 and kl > 0.01 and abs(kl - float(want.detach())) < 1e-4
+    assert len(r.tokens) == opd.PROBE and kl > 0.01 and abs(kl - float(want.detach())) < 1e-4
 
 
 def test_recipe_keeps_the_fewest_of_the_order_that_meet_the_target(here):
