@@ -68,7 +68,7 @@ class Config(dlc.Config):
     capacity: float | None = None  # print the tokens of KV cache that fit in so many GiB
     budget: str = "budget.json"  # where --calibrate writes and --admit reads
     tolerance: float = 0.05  # quality that the budget may cost, in accuracy
-    levels: str = "0,0.2,0.4,0.8,1.2,1.6,2.4"  # noise levels that --calibrate trains at
+    levels: str = "0,0.05,0.1,0.2,0.4,0.8,1.6"  # noise levels that --calibrate trains at
     seeds: int = 3  # runs at each level
     target: float = 0.005  # mismatch that the recipe of --sensitivity aims at, nats a token
 

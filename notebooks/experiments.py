@@ -64,7 +64,7 @@ CURVES = ("reward", "discrepancy", "lag", "ess", "ess_token", "clip_share", "cap
 # Models by size: layers x width, trained until about a quarter of the sums are right. With a teacher: the three pairs.
 SIZES = {"2x32": dict(steps=1075, width=32, layers=2), "3x64": {}, "4x128": dict(steps=260, width=128, layers=4)}
 TEACHERS = {"2x32": dict(steps=1200), "3x64": dict(steps=1200), "4x128": dict(steps=350, width=128, layers=4)}
-LEVELS = (0, 0.2, 0.4, 0.8, 1.2, 1.6)  # noise, in standard deviations of each matrix
+LEVELS = (0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.2, 1.6)  # noise, in standard deviations of each matrix; 0.05 and 0.1 came later
 OPD_RATES, OPD_STEPS, TOLERANCE = (6.25e-5, 1.25e-4, 2.5e-4, 5e-4, 1e-3), {"2x32": 150, "3x64": 150, "4x128": 75}, 0.05
 TINY, MEASURE = dlc.tiny_base, dlc.measure
 
