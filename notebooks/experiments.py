@@ -839,6 +839,7 @@ def figures(_):
         ax.axvline(budget, color="0.3", ls="--", label=f"budget {budget:.3f}" + " (censored)" * censored)
         ax.axhline(quality("3x64", loss, clean(), "accuracy_base")[0], color="0.5", ls=":", label="before training")
         ax.set_xscale("symlog", linthresh=1e-3)
+        ax.set_xlim(left=0)
         ax.set(title=f"loss {loss}", xlabel="mismatch before training, nats a token", ylabel="accuracy after training")
         ax.legend(fontsize=8)
     save(fig, "budget.png")

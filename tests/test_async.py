@@ -4,7 +4,6 @@ A docstring says what a failure would mean. Classes that the sampler's process b
 level, because it imports this module to find them."""
 
 import copy
-import functools
 import json
 import math
 import multiprocessing
@@ -174,13 +173,18 @@ def test_a_rule_publishes_for_a_fixed_later_step(here, how, monkeypatch):
     assert kept > 2 and (versions > 2 if how.get("sync_every", 1) else versions == 1)
 
 
+def interrupt():
+    """What SIGINT does, also where the shell that started the tests had it ignored."""
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("script, how", [(dlc, dict(sync_ess=0.95, max_lag=2)), (dlc, dict(max_lag=3)), (opd, dict())])
 def test_a_killed_run_goes_on_with_the_same_numbers(here, script, how, monkeypatch):
     """What was published and not yet due is lost."""
     late = dict(lag=how.get("max_lag", 1))  # without a rule it is the same run, and needs no process
     whole = here(script, out="whole", steps=7, **how | dict(async_=True) if "sync_ess" in how else late)
     with monkeypatch.context() as m:
-        at_step(m, 5, functools.partial(signal.raise_signal, signal.SIGINT))
+        at_step(m, 5, interrupt)
         if script is opd:
             m.setattr(opd, "measure", dlc.measure)
         with pytest.raises(KeyboardInterrupt):  # steps 0-4 were logged, steps 0-2 saved
