@@ -20,6 +20,7 @@ missing. A run takes one core. The regimes and criteria below were written befor
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import json
@@ -69,9 +70,15 @@ OPD_RATES, OPD_STEPS, TOLERANCE = (6.25e-5, 1.25e-4, 2.5e-4, 5e-4, 1e-3), {"2x32
 TINY, MEASURE = dlc.tiny_base, dlc.measure
 
 
+@functools.cache
+def parsed(path, changed):
+    return [json.loads(line) for line in path.open()]
+
+
 def rows(name):
+    """The runs logged so far, read again only if the log has changed: a claim asks hundreds of times."""
     path = DATA / f"{name}.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    return parsed(path, path.stat().st_mtime_ns) if path.exists() else []
 
 
 def by_length(rollout, logp, head_logp, cap):

@@ -25,14 +25,6 @@ FILES = dict(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def quick_base(tmp_path_factory):
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as m:
-        m.chdir(tmp_path_factory.mktemp("base"))
-        return dlc.tiny_base(steps=2).resolve()
-
-
 @pytest.fixture
 def cli(quick_base, tmp_path, monkeypatch, capsys):
     """cli("--a 1") -> (exit status, stdout, stderr), in a folder of bad files. cli.bases counts how

@@ -1,5 +1,6 @@
 """The README shows what the committed logs say: the claims are recomputed and compared word by word."""
 
+import copy
 import importlib.util
 import re
 from pathlib import Path
@@ -33,7 +34,7 @@ def test_readme_is_true_of_the_files():
 
 def test_a_claim_can_fail(monkeypatch, capsys):
     """A lag that shrinks is no growing lag; a missing log is no verdict."""
-    runs = experiments.rows("gaps")
+    runs = copy.deepcopy(experiments.rows("gaps"))  # they are read once and kept
     for r in runs:
         r["curves"]["lag"] = r["curves"]["lag"][::-1]
     monkeypatch.setattr(experiments, "rows", lambda name: runs)

@@ -21,18 +21,10 @@ import opd
 ARGV = "--model base --out run --prompts 2 --group-size 2 --max-new-tokens 4 --lr 1e-3 --save-every 2".split()
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as m:
-        m.chdir(tmp_path_factory.mktemp("base"))
-        return dlc.tiny_base(steps=2).resolve()
-
-
 @pytest.fixture
-def here(base, tmp_path, monkeypatch):
+def here(quick_base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    os.symlink(base, "base")
+    os.symlink(quick_base, "base")
     return tmp_path
 
 
