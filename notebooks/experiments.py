@@ -162,6 +162,7 @@ def compare(seeds):
                      for c in ("dlc", "dlc_tis")]  # fmt: skip
     run_all("compare", jobs)
     table("compare")
+    figures(None)  # compare.png among them
 
 
 def table(name):
