@@ -60,7 +60,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from sampler import (FORMATS, KV_FORMATS, ProcessSampler, Rollout, TorchSampler, VLLMSampler, mismatch,
-                     tail, token_logps)  # fmt: skip
+                     positions, tail, token_logps)  # fmt: skip
 
 matplotlib.use("Agg")
 transformers.utils.logging.disable_progress_bar()
@@ -409,7 +409,9 @@ def tiny_base(steps=350, width=64, layers=3):
         mask = torch.arange(4) < torch.tensor([[len(x)] for x in a])
         tokens = torch.tensor([x + y + [12] * (4 - len(y)) for x, y in zip(p, a)])
         shown = Rollout(tokens, torch.tensor([len(r["ids"]) for r in batch]), mask, *[None] * 6)
-        (-token_logps(model, shown)[mask].mean()).backward()
+        attention, position = positions(shown.prompt_len, 6, 9)  # one pass: prompts seldom repeat here
+        hidden = model.model(tokens[:, :-1], attention_mask=attention, position_ids=position, use_cache=False).last_hidden_state
+        (-token_logps(model, shown, hidden=hidden[:, 5:][mask])[mask].mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
     folder.parent.mkdir(exist_ok=True)

@@ -242,11 +242,20 @@ def positions(prompt_len, P, length):
 
 
 def response_hidden(model, rollout):
-    """The last hidden states that predict the drawn tokens, (tokens, D): column P+t-1 for token t."""
-    P = rollout.tokens.shape[1] - rollout.mask.shape[1]
-    attention, position = positions(rollout.prompt_len, P, rollout.tokens.shape[1] - 1)
-    body = model.base_model(rollout.tokens[:, :-1], attention_mask=attention, position_ids=position, use_cache=False)
-    return body.last_hidden_state[:, P - 1 :][rollout.mask]
+    """The last hidden states that predict the drawn tokens, (tokens, D): column P+t-1 for token t. A prompt
+    is read once: all of its responses attend to the same keys and values, and gradients add up there."""
+    T = rollout.mask.shape[1]
+    P, inputs = rollout.tokens.shape[1] - T, rollout.tokens[:, :-1]
+    prompts, group = torch.cat([rollout.prompt_len[:, None], inputs[:, :P]], 1).unique(dim=0, return_inverse=True)
+    attention, position = positions(prompts[:, 0], P, P + T - 1)
+    cache = DynamicCache()
+    run = lambda ids, seen, at: model.base_model(ids, attention_mask=seen, position_ids=at, past_key_values=cache, use_cache=True)
+    hidden = run(prompts[:, 1:], attention[:, :P], position[:, :P]).last_hidden_state[:, -1:][group]  # (B, 1, D)
+    if T > 1:
+        cache.batch_select_indices(group)
+        rest = run(inputs[:, P:], attention[group], position[group, P:]).last_hidden_state
+        hidden = torch.cat([hidden, rest], 1)
+    return hidden[rollout.mask]
 
 
 def token_logps(model, rollout, head=False, rows=None, hidden=None, vocab=None):

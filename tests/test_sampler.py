@@ -191,12 +191,12 @@ def test_format_none_records_the_models_own_distribution(name):
     close(logp, at(table, r))
     close(head, table.gather(-1, r.head_ids))
     assert torch.equal(logp, r.logp_stale) and torch.equal(head, r.head_logp_stale)  # lag exactly 0
-    assert scale_of(r)["kl"] < 1e-9
+    assert abs(scale_of(r)["kl"]) < 1e-7
     assert r.logq.std() > 0.5 and r.mask.all()  # far from uniform, or all this shows nothing
     s, sizes = TorchSampler(model, "none", "none", rows=4), set()
     s.stale.base_model.register_forward_hook(lambda body, args, out: sizes.add(len(args[0])))
     r = s.sample(PROMPTS, 9, seed=0)  # scored in the trainer's micro-batches, to round alike
-    assert torch.equal(token_logps(model, r, rows=4), r.logp_stale) and sizes == {4, 2}
+    assert torch.equal(token_logps(model, r, rows=4), r.logp_stale) and sizes == {2, 3, 4}  # rows, or fewer prompts
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -238,7 +238,7 @@ def test_the_one_scale_orders_the_formats():
     draw = lambda *f: TorchSampler(model, *f, stop_ids=[]).sample([[3, 4]] * 64, 12, seed=0)
     kl = lambda *f: scale_of(draw(*f))["kl"]
     bf16, fp8 = kl("bf16", "bf16"), kl("fp8", "fp8")
-    assert kl("none", "none") < 1e-9 and bf16 > 1e-6  # bfloat16 is a real discrepancy
+    assert abs(kl("none", "none")) < 1e-7 and bf16 > 1e-6  # float32 rounds log-probs by 1e-7; bfloat16 is a real discrepancy
     assert fp8 > 3 * bf16 and kl("int2", "bf16") > 10 * fp8
     assert kl("none", "fp8_e5m2") > kl("none", "fp8") > kl("none", "bf16") > 1e-7
 
@@ -327,7 +327,7 @@ def test_order_padding_and_batch_size_change_nothing():
 
 
 @pytest.mark.parametrize("head", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "tied", "phi"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_gradient_is_that_of_log_softmax(name, head, monkeypatch):
     monkeypatch.setattr(S.LinearLogps, "CHUNK", 17 * 7)  # many chunks, the last one short
     model = tiny(name, F64)
@@ -341,6 +341,17 @@ def test_gradient_is_that_of_log_softmax(name, head, monkeypatch):
     for (n, _), a, b in zip(model.named_parameters(), got, want):
         assert b.abs().max() > 1e-3 or n.endswith("k_proj.bias"), n  # softmax ignores a key's bias
         close(a, b, 1e-5 * max(1, float(b.abs().max())))
+
+
+def test_a_prompt_is_read_once_for_all_its_responses():
+    model, prompts, rows = tiny("mistral", F64), [[3, 4, 5, 6, 7]] * 4 + [[8], [0, 8], [8]], []  # 0 pads too: 8 is not 0 8
+    r = TorchSampler(model, "none", "none", stop_ids=[]).sample(prompts, 6, seed=0)
+    with torch.no_grad():
+        close(token_logps(model, r), at(full(model, r), r), 1e-6)
+        hook = model.get_input_embeddings().register_forward_hook(lambda _, ids, out: rows.append(tuple(ids[0].shape)))
+        token_logps(model, r), token_logps(model, replace(r, tokens=r.tokens[:, :6], mask=r.mask[:, :1]))
+        hook.remove()
+    assert rows == [(3, 5), (7, 5), (3, 5)]  # three prompts of 5, then 5 inputs a response; a lone token needs no second pass
 
 
 def test_a_frozen_head_gets_no_gradient_and_none_is_computed():
