@@ -428,7 +428,7 @@ class TorchSampler:
             self.kv_scales = [(scale, scale)] * self.layers
             return
         cache, top = DynamicCache(config=self.engine.config), torch.finfo(FP8[self.kv]).max
-        self.engine(self.probe, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.engine.base_model(self.probe, past_key_values=cache, use_cache=True)
         power = lambda x: 2.0 ** math.ceil(math.log2(max(float(x.abs().max()), 1e-30) / top))
         self.kv_scales = [(power(layer.keys), power(layer.values)) for layer in cache.layers]
         if max(map(max, self.kv_scales)) > 128:  # beyond, the one multiply of NarrowKV.load overflows
@@ -461,15 +461,16 @@ class TorchSampler:
             self.generator.manual_seed(seed)
         u = torch.rand(B, max_new_tokens, 1, generator=self.generator, dtype=torch.float64, device=self.device)
 
-        attention, position = positions(length, P, P)
-        cache = self._new_cache()
-        logits = self.engine(padded, attention_mask=attention, position_ids=position, past_key_values=cache,
-                             use_cache=True, logits_to_keep=1).logits[group]  # fmt: skip
+        def forward(ids, attention, position):  # log q of what comes next, (B, V): the distribution drawn from
+            body = self.engine.base_model(ids, attention_mask=attention, position_ids=position, past_key_values=cache, use_cache=True)
+            return self.engine.get_output_embeddings()(body.last_hidden_state[:, -1]).float().log_softmax(-1)
+
+        cache, (attention, position) = self._new_cache(), positions(length, P, P)
+        logq = forward(padded, attention, position)[group]
         cache.batch_select_indices(group)  # one prefill for a prompt, its KV repeated for the group
         attention, length = attention[group], length[group]
         alive, drawn = torch.ones(B, dtype=torch.bool, device=self.device), []
         for t in range(max_new_tokens):
-            logq = logits[:, -1].float().log_softmax(-1)  # (B, V): the distribution drawn from
             cumulative = logq.double().exp().cumsum(-1)
             y = torch.searchsorted(cumulative, u[:, t] * cumulative[:, -1:], right=True)
             y = logq.argmax(-1, keepdim=True) if greedy else y.clamp_max(logq.shape[-1] - 1)  # (B, 1)
@@ -479,8 +480,7 @@ class TorchSampler:
             if t + 1 == max_new_tokens or not alive.any():
                 break
             attention = torch.cat([attention, attention.new_ones(B, 1)], 1)
-            logits = self.engine(y, attention_mask=attention, position_ids=(length + t)[:, None],
-                                 past_key_values=cache, use_cache=True).logits  # fmt: skip
+            logq = forward(y, attention, (length + t)[:, None])
         y, mask, logq, head_ids, head_logq = (torch.stack(x, 1) for x in zip(*drawn))
         tokens = torch.cat([padded[group], y.where(mask, 0)], 1)
         version = torch.full_like(y, self.version)

@@ -10,7 +10,8 @@
     python notebooks/experiments.py probes              # mismatch of every configuration, before any training; no seeds
     python notebooks/experiments.py opd --seeds 8       # quality against mismatch, three pairs, admission, recipes
     python notebooks/experiments.py stable --seeds 8    # distillation in the regimes of `compare`
-    python notebooks/experiments.py claims              # C1 ... C8 and O1 ... O8 from the logs in notebooks/data/
+    python notebooks/experiments.py overlap --seeds 8   # wall-clock of --async; half an hour on a machine that does nothing else
+    python notebooks/experiments.py claims              # C1 ... C8 and O1 ... O9 from the logs in notebooks/data/
     python notebooks/experiments.py figures             # notebooks/figures/ from the same logs
 
 Every finished run is one line of notebooks/data/NAME.jsonl, appended at once; a second call runs only what is
@@ -19,6 +20,7 @@ missing. A run takes one core. The regimes and criteria below were written befor
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -30,6 +32,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -323,6 +326,58 @@ def stable(seeds):
     jobs = [distil("3x64", loss, s, REGIMES[r] | dict(noise=0), steps=300, group_size=8) | dict(cell=[r, loss])
             for s in range(seeds) for r in ("discrepancy", "lag", "both") for loss in ("full", "sampled")]  # fmt: skip
     run_all("stable", jobs)
+
+
+# O9: what runs by the clock: threads (with --async each process takes half of them) and options.
+NARROW, WIDE = dict(weights="fp8", kv="fp8"), dict(weights="bf16", kv="bf16")
+CLOCK = {"sync bf16, 1 thread": (1, WIDE | dict(sync_every=1)), "sync bf16, 2 threads": (2, WIDE | dict(sync_every=1)),
+         "sync fp8, 1 thread": (1, NARROW | dict(sync_every=1)), "sync fp8, 2 threads": (2, NARROW | dict(sync_every=1)),
+         "async fp8, lag 1": (2, NARROW | dict(async_=True, max_lag=1))}  # fmt: skip
+CLOCK |= {f"async bf16, lag {D}": (2, WIDE | dict(async_=True, max_lag=D)) for D in (1, 2, 4, 8)}
+
+
+def timed(job):
+    """A run by the clock: seconds after step 0 (where processes start) of every tenth step, and the held-out accuracy there,
+    measured when the run is over, on weights kept until then, so that the clock does not see it."""
+    torch.set_num_threads(job["threads"])
+    folder, module, marks, end_step = tempfile.mkdtemp(), opd if "loss" in job["config"] else dlc, [], dlc.Run.end_step
+
+    def marked(run, row, *rest):
+        line = end_step(run, row, *rest)
+        marks.append((time.perf_counter(), run, copy.deepcopy(run.model.state_dict()) if row["step"] % 10 == 9 else None))
+        return line
+
+    dlc.Run.end_step = marked
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            steps = module.train(module.Config(out=folder + "/run", save_every=10**9, device="cpu", **job["config"]))
+    finally:
+        dlc.Run.end_step = end_step
+    shutil.rmtree(folder)
+    points = []
+    for i, (at, run, weights) in enumerate(marks):
+        if weights:
+            run.model.load_state_dict(weights)
+            score = dlc.accuracy(TorchSampler(run.model, "none", "none"), run.held_out, run.tokenizer, run.cfg)
+            points.append([i, round(at - marks[0][0], 4), score])
+    middle = lambda key: statistics.median(r[key] for r in steps[1:-1])  # the last step also saves
+    step = statistics.median(b[0] - a[0] for a, b in zip(marks[:-2], marks[1:-1]))
+    return job | dict(step=step, sample=middle("seconds_sample"), train=middle("seconds_train"), points=points,
+                      wait=middle("seconds_wait") if "async_" in job["config"] else None, lag=statistics.fmean(r["lag"] for r in steps),
+                      accuracy=steps[-1]["accuracy"], accuracy_base=steps[-1]["accuracy_base"], torch=torch.__version__)  # fmt: skip
+
+
+def overlap(seeds):
+    """O9, one run at a time, the settings in turn for every seed."""
+    tasks = {"opd": dict(loss="full", lr=best_opd_rate("full"), steps=150), "rl": dict(correction="dlc", lr=best_rate("dlc"), steps=200)}
+    TINY(), TINY(steps=1200)
+    done = [[r["cell"], r["config"]["seed"]] for r in rows("overlap")]
+    todo = [(s, task, name) for s in range(seeds) for task in tasks for name in CLOCK if [[task, name], s] not in done]
+    for s, task, name in tqdm(todo, desc="overlap"):
+        threads, how = CLOCK[name]
+        row = timed(dict(cell=[task, name], threads=threads, config=tasks[task] | how | dict(seed=s)))
+        with (DATA / "overlap.jsonl").open("a") as log:
+            print(json.dumps(row), file=log, flush=True)
 
 
 def slope(values):
@@ -702,6 +757,52 @@ def o8():
     return good + (ratio >= 1.93), 4, "; ".join(said) + f"; tokens of KV cache, one of 28 layers' KV in BF16: {ratio:.2f}x"
 
 
+def clocked(task, name):
+    return [r for r in rows("overlap") if r["cell"] == [task, name]]
+
+
+def reached(run, target):
+    """Seconds until the first measured accuracy of at least `target`; to the end, if there is none."""
+    return next((seconds for _, seconds, score in run["points"] if score >= target), run["points"][-1][1])
+
+
+def o9():
+    """Distillation (`full`): asynchronous FP8 reaches the accuracy sooner than the better of the two synchronous BF16 settings (the
+    paired interval of the ratio of times is above 1), 1.25 times sooner, ends within 0.05 of it, and BF16's speed-up over one
+    thread is within 15 % of (Ts + Tt) / max(Ts, Tt). The accuracy: 90 % of the gain of the synchronous BF16 runs. RL beside it."""
+    if any(len(clocked(task, name)) < SEEDS for task in ("opd", "rl") for name in CLOCK):
+        return None
+    good, said = 0, []
+    for task in ("opd", "rl"):
+        sync = [clocked(task, n) for n in ("sync bf16, 1 thread", "sync bf16, 2 threads")]
+        start, end = sync[0][0]["accuracy_base"], statistics.fmean(r["accuracy"] for runs in sync for r in runs)
+        target = start + 0.9 * (end - start)
+        times = {n: [reached(r, target) for r in clocked(task, n)] for n in CLOCK}
+        best = min((n for n in CLOCK if n.startswith("sync bf16")), key=lambda n: statistics.fmean(times[n]))
+        ratio = {n: interval([a / b for a, b in zip(times[best], times[n])]) for n in CLOCK}
+        speed, speed8 = (statistics.fmean(r["step"] for r in clocked(task, a)) / statistics.fmean(r["step"] for r in clocked(task, b))
+                         for a, b in (("sync bf16, 1 thread", "async bf16, lag 1"), ("sync fp8, 1 thread", "async fp8, lag 1")))  # fmt: skip
+        guess, guess8 = (statistics.fmean((r["sample"] + r["train"]) / max(r["sample"], r["train"]) for r in clocked(task, n))
+                         for n in ("sync bf16, 1 thread", "sync fp8, 1 thread"))  # fmt: skip
+        (final, _), (base_final, _) = (interval([r["accuracy"] for r in clocked(task, n)]) for n in ("async fp8, lag 1", best))
+        mean, half = ratio["async fp8, lag 1"]
+        if task == "opd":
+            good += (mean - half > 1) + (mean >= 1.25) + (final >= base_final - TOLERANCE) + (abs(speed / guess - 1) < 0.15)
+        lost = {n: sum(all(p[2] < target for p in r["points"]) for r in clocked(task, n)) for n in CLOCK}
+        said.append(f"{task}, seconds to accuracy {target:.2f}: " + ", ".join(
+            "{} {:.1f} ± {:.1f}".format(n, *interval(times[n])) + f" ({lost[n]} never)" * (lost[n] > 0)
+            for n in CLOCK if n[-1] not in "248"))  # fmt: skip
+        said.append(f"{task}: over the better synchronous BF16, async FP8 {mean:.2f} ± {half:.2f}, async BF16 "
+                    "{:.2f} ± {:.2f}, sync FP8 {:.2f} ± {:.2f}".format(*ratio["async bf16, lag 1"], *max(ratio["sync fp8, 1 thread"], ratio["sync fp8, 2 threads"])))  # fmt: skip
+        said.append(f"{task}: a step over one thread's, {speed:.2f} (BF16; its stages predict {guess:.2f}), {speed8:.2f} (FP8; {guess8:.2f})")
+        said.append(f"{task}, accuracy at the end: " + ", ".join("{} {:.2f} ± {:.2f}".format(n, *interval([r["accuracy"] for r in clocked(task, n)]))
+                                                                for n in (best, "async bf16, lag 1", "async fp8, lag 1")))  # fmt: skip
+        said.append(f"{task}, BF16, --max-lag 1, 2, 4, 8: " + ", ".join("{:.1f} ms a step, lag {:.4f} nats, accuracy {:.2f} ± {:.2f}".format(
+            1e3 * statistics.fmean(r["step"] for r in runs), statistics.fmean(r["lag"] for r in runs), *interval([r["accuracy"] for r in runs]))
+            for runs in (clocked(task, f"async bf16, lag {D}") for D in (1, 2, 4, 8))))  # fmt: skip
+    return good, 4, "; ".join(said)
+
+
 # What each claim says, in a few words, and which of its printed lines the README's table shows.
 CLAIMS = {
     "C1": (c1, "the discrepancy stays about constant, the lag grows", (2, 0)),
@@ -720,6 +821,7 @@ CLAIMS = {
     "O6": (o6, "noise shifts prefixes, which no token weight mends", (0,)),
     "O7": (o7, "the admission check", (0, 1, 2)),
     "O8": (o8, "recipes keep the quality; 1.93 times the KV tokens", (0, 1, 2, 3)),
+    "O9": (o9, "FP8 with asynchronous rollouts reaches the same quality 1.62 times sooner", (1, 2, 3, 6)),
 }
 
 
@@ -864,10 +966,29 @@ def figures(_):
     axes[0].set_ylabel("layer, or its KV (red: kept in BF16 by the recipe)")
     save(fig, "layers.png")
 
+    fig, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
+    for ax, task, title in zip(axes, ("opd", "rl"), ("distillation, full", "RL, dlc")):
+        for name, style in (("sync bf16, 1 thread", "0.6"), ("sync bf16, 2 threads", "k--"), ("async bf16, lag 1", "C0-"), ("async fp8, lag 1", "C3-.")):
+            if points := [r["points"] for r in clocked(task, name)]:
+                x, y = (torch.tensor(points).mean(0)[:, i] for i in (1, 2))
+                ax.plot(x, y, style, label=name)
+        ax.set(title=title, xlabel="seconds, start-up aside", ylabel="accuracy, held out")
+        ax.legend(fontsize=8)
+    for name, style, marker in (("opd", "C0", "o"), ("rl", "C1", "s")):
+        runs = [clocked(name, f"async bf16, lag {D}") for D in (1, 2, 4, 8)]
+        if all(runs):
+            x, y = ([statistics.fmean(r[k] for r in some) for some in runs] for k in ("lag", "step"))
+            axes[2].plot(x, [1 / t for t in y], style, marker=marker, label=name)
+            for D, a, b in zip((1, 2, 4, 8), x, y):
+                axes[2].annotate(D, (a, 1 / b), xytext=(3, 5), textcoords="offset points", fontsize=8)
+    axes[2].set(title="--max-lag 1, 2, 4, 8, bf16", xlabel="lag, nats a token", ylabel="steps a second", ylim=(0, None))
+    axes[2].legend(fontsize=8)
+    save(fig, "overlap.png")
+
 
 def main():
     commands = dict(tune=tune, compare=compare, gaps=gaps, updates=updates, resync=resync, drift=drift, opd_tune=opd_tune,
-                    probes=probes, opd=opd_runs, stable=stable, claims=claims, readme=readme, figures=figures, table=lambda _: table("compare"))  # fmt: skip
+                    probes=probes, opd=opd_runs, stable=stable, overlap=overlap, claims=claims, readme=readme, figures=figures, table=lambda _: table("compare"))  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=8)

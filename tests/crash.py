@@ -26,6 +26,7 @@ import opd  # noqa: E402
 SMALL = "--steps 10 --save-every 1 --prompts 2 --group-size 2 --max-new-tokens 4".split()
 RUNS = [  # what is run, with which options: every kind of state that a run has
     (dlc.main, [*"--model base --lr 1e-3 --sync-ess 0.95".split(), *SMALL]),
+    (dlc.main, [*"--model base --lr 1e-3 --async --max-lag 2 --sync-every 1".split(), *SMALL]),
     (dlc.main, [*"--model base --lr 1e-3 --lag 2 --noise 0.05 --minibatches 2".split(), *SMALL]),
     (dlc.main, [*"--model base --dtype bfloat16 --optimizer sgd --lr 0.1 --weights int4 --sync-every 3".split(), *SMALL]),
     (opd.main, [*"--student base --teacher teacher --lr 1e-3 --loss topk --sync-every 2".split(), *SMALL]),
@@ -77,7 +78,7 @@ def whole(folder):
 
 
 def contents(folder):
-    clock = ("seconds_sample", "seconds_train", "tokens_per_second")
+    clock = ("seconds_sample", "seconds_train", "seconds_wait", "tokens_per_second")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     rows = [json.dumps({k: v for k, v in r.items() if k not in clock}) for r in rows]
     state = torch.load(folder / "state.pt", weights_only=True)
