@@ -60,6 +60,17 @@ def alternate(*calls, rounds=ROUNDS):
     return [statistics.median(x) for x in taken]
 
 
+def profile(call):
+    """Shares of the time of `call`: matrix products, attention, torch's other operators, Python between them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
+        wall = seconds(call)
+    out = dict.fromkeys(("products", "attention", "other operators"), 0.0)
+    for op in p.key_averages():
+        kind = "products" if op.key in ("aten::mm", "aten::addmm", "aten::bmm") else "attention" if "scaled_dot" in op.key else "other operators"
+        out[kind] += op.self_cpu_time_total / 1e6 / wall
+    return {k: round(v, 2) for k, v in out.items()} | dict(python=round(1 - sum(out.values()), 2))
+
+
 def rates():
     """This machine's multiply-adds (FLOP/s, float32 and bfloat16) and memory traffic (bytes/s), best of 5."""
     out = {}
@@ -146,12 +157,20 @@ def steps_against_trl(name, path, speed, targets, steps, prompts, group, new, lr
     calls = [lambda: our_step("reinforce", **how), lambda: our_step("dlc", **how), lambda: our_step("sc", **how),
              lambda: our_step("reinforce", logged=False, **how)]  # fmt: skip
     *ours, bare, trl = alternate(*calls, theirs) if theirs else (*alternate(*calls), None)
+    q = TorchSampler(model, "bf16", "bf16")
+    ids = [r["ids"] for r in data[:prompts] for _ in range(group)]
+
+    def step():  # what is left out: reward, logs, the optimizer
+        sampler.token_logps(model, q.sample(ids, new, seed=0), head=True)[0].sum().backward()
+
+    step()
+    shares = profile(step)
     # Tokens read: each prompt once, each response but for its last token. Sampling reads them once, π_stale once,
     # forward and backward three times over.
     reads = flops(model, prompts * statistics.fmean(len(r["ids"]) for r in data) + prompts * group * (new - 1))
     for c, mine, passes in (("reinforce", ours[0], 4), ("dlc", ours[1], 4), ("reinforce, gaps not measured (as TRL)", bare, 3)):
         add(f"RL step, {name}, {prompts} x {group}: {c} against TRL" + " (TRL is missing)" * (trl is None), mine, trl, "s",
-            targets.get(c), reads * passes / speed["float32"] + reads / speed["bfloat16"])  # fmt: skip
+            targets.get(c), reads * passes / speed["float32"] + reads / speed["bfloat16"], profile=shares)  # fmt: skip
     return ours, how
 
 
@@ -186,7 +205,7 @@ def rollouts(name, model, prompts, new, target, speed, vllm=None, path=None):
     size = sum(p.nbytes for p in wide.parameters())
     limit = count / max(new * size / speed["bytes"], flops(wide, count) / speed["bfloat16"])
     add(f"rollouts, {name}, {len(prompts)} x {new}: against generate", count / mine, count / theirs, "tokens/s", target, limit,
-        with_logp_stale=count / whole)  # fmt: skip
+        with_logp_stale=count / whole, profile=profile(bare))  # fmt: skip
     if vllm:
         code = f"""import os, time, json; os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING='0', VLLM_LOGGING_LEVEL='ERROR', VLLM_CPU_KVCACHE_SPACE='1')
 import vllm
@@ -391,7 +410,7 @@ def main():
     kv(model, prompts, name, speed)
     if args.model:
         rollouts(name, model, prompts, 64, 1.5, speed, args.vllm, args.model)
-        steps_against_trl(name, args.model, speed, dict(reinforce=1.3, dlc=1.3), 3, 8, 8, 12, 1e-5, model=args.model)
+        steps_against_trl(name, args.model, speed, dict(reinforce=1.3, dlc=1.3), 2, 8, 8, 12, 1e-5, model=args.model)
     else:
         add("a real model (missing: give --model DIR)", None, None, "")
     machine = dict(threads=torch.get_num_threads(), torch=torch.__version__, **{k: round(v / 1e9, 1) for k, v in speed.items()})
