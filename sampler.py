@@ -45,7 +45,7 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
 # --------------------------------------------------------------------------------------------------
@@ -346,6 +346,9 @@ class TorchSampler:
         if not (0 <= noise < float("inf") and head_k >= 1):
             raise ValueError(f"noise {noise} must be at least 0 and head_k {head_k} at least 1")
         check_head(model)
+        if odd := [x for x in DynamicCache(config=model.config).layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)]:
+            raise ValueError(f"{type(model).__name__}: has layers without KV ({type(odd[0]).__name__}), whose state padding would "
+                             "change; choose a model with attention alone")  # fmt: skip
         self.weights, self.kv, self.noise, self.kv_scale = weights, kv, noise, kv_scale
         self.seed, self.rows, self.device = seed, rows, model.device
         self.stale = copy.deepcopy(model).eval().requires_grad_(False)
@@ -438,9 +441,6 @@ class TorchSampler:
         """An empty KV cache; where the format is the copy's own dtype, the library's."""
         if self.kv == "none" or (self.kv == "bf16" and self.dtype == torch.bfloat16):
             return DynamicCache(config=self.engine.config)
-        kinds = getattr(self.engine.config.get_text_config(), "layer_types", None) or ()
-        if set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"}:
-            raise ValueError(f"kv {self.kv}: {type(self.engine).__name__} has layers without KV; use none")
         return Cache(layers=[NarrowKV(f, *s) for f, s in zip(self.kv_formats, self.kv_scales)])
 
     @torch.no_grad()

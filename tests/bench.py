@@ -226,18 +226,22 @@ print('SECONDS', sorted(t[1:])[len(t[1:]) // 2])"""
     return q
 
 
-def peak(code):
-    """(seconds, peak bytes above the inputs) of `work()` in a process of its own, the high-water mark cleared after set-up."""
+def peak(code, times=1):
+    """(median seconds, peak bytes above the inputs) of `work()` in a process of its own, the high-water mark cleared after set-up."""
     head = f"import sys, time, torch; sys.path.insert(0, {str(ROOT)!r}); torch.set_num_threads({torch.get_num_threads()})\n"
     tail = """
 work()  # once before: the libraries' own buffers
-import gc; gc.collect()
+import gc, ctypes; gc.collect()
+ctypes.CDLL(None).malloc_trim(0)  # what that run freed goes back, or the next one's peak would hide in it
 open('/proc/self/clear_refs', 'w').write('5')
 read = lambda key: next(int(x.split()[1]) * 1024 for x in open('/proc/self/status') if x.startswith(key))
-start, base = time.perf_counter(), read('VmRSS')
-work()
-print(time.perf_counter() - start, max(1, read('VmHWM') - base))"""
-    done = subprocess.run([sys.executable, "-c", head + code + tail], capture_output=True, text=True, check=True)
+base, taken = read('VmRSS'), []
+for _ in range(TIMES):
+    start = time.perf_counter()
+    work()
+    taken.append(time.perf_counter() - start)
+print(sorted(taken)[len(taken) // 2], max(1, read('VmHWM') - base))"""
+    done = subprocess.run([sys.executable, "-c", head + code + tail.replace("TIMES", str(times))], capture_output=True, text=True, check=True)
     return tuple(map(float, done.stdout.split()))
 
 
@@ -354,9 +358,9 @@ def work():
     out = []
     for column, (axis, values) in zip(axes.T, axes_of.items()):
         for sample, style, name in ((False, "C0o-", "score and differentiate"), (True, "C3s--", "rollout")):
-            found = [[peak(code.format(**base | {axis: v}, sample=sample)) for _ in range(3)] for v in values]
+            found = [peak(code.format(**base | {axis: v}, sample=sample), times=5) for v in values]
             for i, (ax, unit) in enumerate(zip(column, ("seconds", "peak MiB"))):
-                y = [statistics.median(f[i] for f in run) / (1 if i == 0 else 2**20) for run in found]
+                y = [f[i] / (1 if i == 0 else 2**20) for f in found]
                 slope = [torch.log(torch.tensor(y[j + 1] / y[j])) / torch.log(torch.tensor(values[j + 1] / values[j])) for j in range(len(y) - 1)]
                 ax.loglog(values, y, style, label=f"{name}, last slope {slope[-1]:.2f}")
                 ax.set(xlabel=dict(B="responses", T="length, tokens", V="vocabulary", D="width")[axis], ylabel=unit)

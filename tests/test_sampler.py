@@ -414,6 +414,10 @@ def test_models_and_arguments_it_cannot_serve_are_refused():
     capped = hf.Gemma2Config(**COMMON | QWEN | dict(final_logit_softcapping=2.0))
     with pytest.raises(ValueError, match="Gemma2"):
         S.check_head(hf.AutoModelForCausalLM.from_config(capped))
+    conv = hf.Lfm2Config(**COMMON | LLAMA | dict(layer_types=["conv", "full_attention"]))  # a state, which left padding would change
+    for kv in ("none", "bf16", "fp8"):
+        with pytest.raises(ValueError, match="Lfm2ForCausalLM: has layers without KV"):
+            TorchSampler(hf.AutoModelForCausalLM.from_config(conv).eval(), "none", kv)
     for options in (dict(weights="fp4"), dict(kv="int4"), dict(noise=-1.0), dict(head_k=0)):
         with pytest.raises(ValueError):
             TorchSampler(tiny(), **options)
