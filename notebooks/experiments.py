@@ -871,19 +871,17 @@ def readme(_):
     for name, what, word, _, shown in verdicts():
         print(f"| {name} | {what} | {word} | {'; '.join(shown)} |")
     print("\n| measured (`tests/bench.py`) | ratio | target | share of the limit |\n|---|---|---|---|")
-    for key, words in {
-        "RL step, tiny": "RL step, tiny default, 32 x 8, times faster than TRL's: `reinforce`; `dlc`; `reinforce` without measuring gaps",
-        "RL step, smollm2": "the same, SmolLM2-135M, 8 x 8 responses of 12 tokens",
-        "step, tiny default, as": "a step of `dlc`, of `sc`, over one of `reinforce`",
-        "step, tiny default, gaps": "the same, no gap measured",
-        "rollouts, tiny default, 256": "rollouts, tiny default, times faster than `generate` with the same head",
-        "rollouts, smollm2": "the same, SmolLM2, 32 x 64; times faster than vLLM on this CPU",
-        "loss": "loss at V = 151,936, 4,096 positions, over `log_softmax`: peak memory; time",
-        "KV bytes": "FP8 KV, 28 layers of 8 x 128, one layer kept in BF16: times smaller a token",
-        "decode": "decode with FP8 KV over BF16 KV, SmolLM2",
-        "admission": "an admission check over one training run",
-    }.items():
-        found = [r for r in json.loads((DATA / "bench.json").read_text()) if r["what"].startswith(key)]
+    for words, *keys in (
+        ("RL step, tiny default, 32 x 8, times faster than TRL's: `reinforce`; `dlc`; `reinforce` without measuring gaps", "RL step, tiny"),
+        ("the same, SmolLM2-135M, 8 x 8 responses of 12 tokens", "RL step, smollm2"),
+        ("a step of `dlc`; of `sc`, over one of `reinforce`; then both without measuring gaps", "step, tiny default"),
+        ("rollouts, times faster than `generate` with the same head: tiny default; SmolLM2, 32 x 64; the latter over vLLM on this CPU",
+         "rollouts, tiny default, 256", "rollouts, smollm2"),
+        ("loss at V = 151,936, 4,096 positions, over `log_softmax`: peak memory; time", "loss"),
+        ("FP8 KV, 28 layers of 8 x 128, one layer kept in BF16: times smaller a token; time of decoding over BF16 KV, SmolLM2", "KV bytes", "decode"),
+        ("an admission check over one training run", "admission"),
+    ):  # fmt: skip
+        found = [r for r in json.loads((DATA / "bench.json").read_text()) if r["what"].startswith(tuple(keys))]
         share = lambda r: r["ours"] / r["limit"] if r["unit"] == "tokens/s" else r["limit"] / r["ours"]
         target = lambda r: "-" if r["target"] is None else f"{r['target']:.3g} {'met' if r['met'] else '**not met**'}"
         print("| " + " | ".join([words, "; ".join(f"{r['ratio']:.3g}" for r in found), "; ".join(map(target, found)),
