@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -329,10 +330,27 @@ def check_estimate():
                 print(f"{layers}x{width} {dtype}: estimate over real bytes " + ", ".join(f"{k} {guess[k] / v:.3f}" for k, v in real.items()))
 
 
-def scaling(speed):
-    """Seconds and peak bytes of one scored and differentiated batch, and of one rollout, as one size grows; slopes in log-log."""
+def scaling_figure(out):
     from matplotlib import pyplot as plt
 
+    names = dict(B="responses", T="length, tokens", V="vocabulary", D="width")
+    fig, axes = plt.subplots(2, 4, figsize=(12, 5.5), layout="constrained")
+    for row, style in ((r, "C0o-" if r["what"] != "rollout" else "C3s--") for r in out):
+        ax = axes["seconds peak MiB".split(" ", 1).index(row["unit"]), list(names).index(row["axis"])]
+        ax.loglog(row["values"], row["y"], style, label=row["what"])
+        ax.annotate(f"{row['slopes'][-1]:.2f}", (row["values"][-1], row["y"][-1]), xytext=(5, -3), textcoords="offset points", fontsize=8)
+        ax.set(xlabel=names[row["axis"]], ylabel=row["unit"])
+        ax.minorticks_off()
+        ax.set_xticks(row["values"], row["values"])
+        ax.margins(x=0.15)
+    axes[0, 0].legend(fontsize=8)
+    fig.suptitle("beside each line its last slope in log-log")
+    (ROOT / "notebooks/figures").mkdir(exist_ok=True)
+    dlc.write(ROOT / "notebooks/figures/scaling.png", lambda new: fig.savefig(new, dpi=100, format="png"))
+
+
+def scaling(speed):
+    """Seconds and peak bytes of one scored and differentiated batch, and of one rollout, as one size grows; slopes in log-log."""
     base = dict(B=16, T=64, V=4096, D=128)
     code = """
 import transformers, sampler
@@ -354,22 +372,17 @@ def work():
     # attention's T^2 is small) in length; the head's 2 N V D is linear in V but memory is held by the chunk; D enters squared.
     should = dict(B=(1, 1), T=(1, 1), V=(1, 1), D=(2, 1))
     axes_of = dict(B=(4, 8, 16, 32, 64), T=(16, 32, 64, 128, 256), V=(1024, 4096, 16384, 65536), D=(64, 128, 256, 512))
-    fig, axes = plt.subplots(2, 4, figsize=(12, 6), layout="constrained")
     out = []
-    for column, (axis, values) in zip(axes.T, axes_of.items()):
-        for sample, style, name in ((False, "C0o-", "score and differentiate"), (True, "C3s--", "rollout")):
+    for axis, values in axes_of.items():
+        for sample, name in ((False, "score and differentiate"), (True, "rollout")):
             found = [peak(code.format(**base | {axis: v}, sample=sample), times=5) for v in values]
-            for i, (ax, unit) in enumerate(zip(column, ("seconds", "peak MiB"))):
+            for i, unit in enumerate(("seconds", "peak MiB")):
                 y = [f[i] / (1 if i == 0 else 2**20) for f in found]
-                slope = [torch.log(torch.tensor(y[j + 1] / y[j])) / torch.log(torch.tensor(values[j + 1] / values[j])) for j in range(len(y) - 1)]
-                ax.loglog(values, y, style, label=f"{name}, last slope {slope[-1]:.2f}")
-                ax.set(xlabel=dict(B="responses", T="length, tokens", V="vocabulary", D="width")[axis], ylabel=unit)
-                ax.legend(fontsize=7)
-                out.append(dict(axis=axis, values=list(values), what=name, unit=unit, y=y, slopes=[float(s) for s in slope], should=should[axis][i]))
-                print(f"{axis} {values}: {name}, {unit} {[round(v, 4) for v in y]}; slopes {[round(float(s), 2) for s in slope]}; at most {should[axis][i]}")
-    (ROOT / "notebooks/figures").mkdir(exist_ok=True)
-    dlc.write(ROOT / "notebooks/figures/scaling.png", lambda new: fig.savefig(new, dpi=100, format="png"))
+                slope = [math.log(y[j + 1] / y[j]) / math.log(values[j + 1] / values[j]) for j in range(len(y) - 1)]
+                out.append(dict(axis=axis, values=list(values), what=name, unit=unit, y=y, slopes=slope, should=should[axis][i]))
+                print(f"{axis} {values}: {name}, {unit} {[round(v, 4) for v in y]}; slopes {[round(s, 2) for s in slope]}; at most {should[axis][i]}")
     dlc.write(ROOT / "notebooks/data/scaling.json", lambda new: new.write_text(json.dumps(out)))
+    scaling_figure(out)
     check_estimate()
     import transformers
 
