@@ -381,7 +381,7 @@ def load_data(cfg, tokenizer, model=None):
                              f"at most {room + cfg.max_new_tokens} fit the model's context")  # fmt: skip
     held = min(100, max(1, len(rows) // 10)) if held is None else held
     if len(rows) - held < cfg.prompts:
-        raise ValueError(f"--prompts {cfg.prompts}: there are only {len(rows) - held} to train on")
+        raise ValueError(f"--prompts {cfg.prompts}: there are only {len(rows) - held} to train on, and {held} held out")
     return rows[held:], rows[:held]
 
 
@@ -433,6 +433,8 @@ def fetch(path, option="--model"):
     the hub only what is data: no pickle and no code. ValueError, within seconds, if neither has it."""
     if Path(path).exists():
         return path
+    if Path(path).is_absolute():
+        raise ValueError(f"{option} {path}: no such folder")
     data = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
         huggingface_hub.HfApi().model_info(str(path), timeout=4)

@@ -77,20 +77,23 @@ UNUSED = {"model", "bias", "scale_advantage", "minibatches"}  # of dlc.Config: n
 
 
 def divergence(loss, student_logits, teacher_logits, k=8):
-    """The per-position loss of the table above: (..., V), (..., V) -> (...), nats, each at least 0."""
+    """The per-position loss of the table at the top: (..., V), (..., V) -> (...), nats, each at least 0.
+
+    The logarithms are constants to autograd: what they would add to the gradient is Σ_v ∇π(v) = 0, and so
+    it is exactly 0, and not rounding that Adam would enlarge, where π = π_T (`full` and `topk`)."""
     s, t = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     if loss == "full":
-        return (s.exp() * (s - t)).sum(-1)
+        return (s.exp() * (s - t).detach()).sum(-1)
     if loss == "forward":
         return (t.exp() * (t - s)).sum(-1)
     if loss == "jsd":
         m = torch.logaddexp(s, t) - math.log(2)
-        return ((s.exp() * (s - m)).sum(-1) + (t.exp() * (t - m)).sum(-1)) / 2
+        return (s.exp() * (s - m).detach() + t.exp() * (t - m).detach()).sum(-1) / 2
     if loss == "topk":
         head = s.topk(min(k, s.shape[-1])).indices
         s, t = s.gather(-1, head), t.gather(-1, head)
         rest_s, rest_t = ((1 - x.exp().sum(-1)).clamp_min(1e-6) for x in (s, t))
-        return (s.exp() * (s - t)).sum(-1) + rest_s * (rest_s / rest_t).log()
+        return (s.exp() * (s - t).detach()).sum(-1) + rest_s * (rest_s / rest_t).log().detach()
     raise ValueError(f"loss {loss!r}: choose one of {', '.join(LOSSES)}")
 
 
@@ -391,8 +394,9 @@ def admit(cfg, budget):
     keep = dlc.keep_list(cfg.keep_bf16, model)
     parts = dict(weights=dict(kv="bf16", noise=0.0), kv=dict(weights="bf16", noise=0.0), noise=dict(weights="bf16", kv="bf16"))
     by_source = {k: probe(cfg, model, data, keep_bf16=keep, **how) for k, how in parts.items()}
-    lag = str(cfg.lag or cfg.max_lag or 0)
-    by_source["lag"] = {"0": 0.0, **budget["lag"]}.get(lag, float("inf"))
+    D, late = cfg.lag or cfg.max_lag or 0, budget["lag"]
+    seen = [late[str(d)] for d in range(1, D + 1) if str(d) in late]  # the worst on the way: a first step may be the largest
+    by_source["lag"] = max(seen, default=0.0) if len(seen) == D else float("inf")
     total = probe(cfg, model, data, keep_bf16=keep) + by_source["lag"]
     return dict(mismatch=total, by_source=by_source, budget=budget["budget"], admitted=total <= budget["budget"],
                 seconds=time.perf_counter() - start)  # fmt: skip
@@ -500,6 +504,8 @@ def tools(cfg, given):
             budget["for"].keys()
         except (ValueError, AssertionError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"--budget {cfg.budget}: not a budget; run python opd.py --calibrate") from None
+        if budget.get("censored"):
+            print(f"{cfg.budget} is censored: quality never fell, at {len(budget['curve'])} noise levels; it is the largest mismatch tried")
         todo = [check(cfg)] if named else [dataclasses.replace(cfg, **how) for how in STANDARD]
         for c in todo:
             out = admit(copy.copy(c), budget)

@@ -42,6 +42,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from multiprocessing import resource_tracker
 
 import torch
 import torch.nn.functional as F
@@ -662,7 +663,10 @@ class ProcessSampler:
         self.pipe, theirs = spawn.Pipe()
         given = theirs, kind, models, device, options, torch.get_num_threads()
         self.process = spawn.Process(target=serve, args=given, daemon=True)
+        resource_tracker.ensure_running()  # else `start` does it, and unblocks the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C would reach it while it is still importing
         self.process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         theirs.close()  # so that the pipe ends with the process
 
     def ask(self, version, place, *request):
@@ -791,6 +795,8 @@ def main(argv=None):
             print(f"{what:72}{number:12.3g}  {'WRONG: ' + bad if bad else 'ok'}", flush=True)
     except (ValueError, OSError) as e:
         return print(f"sampler.py: error: {' '.join(str(e).split())}", file=sys.stderr) or 2
+    except KeyboardInterrupt:
+        return print("sampler.py: stopped by SIGINT", file=sys.stderr) or 130
     print(f"{wrong} of these are wrong: engine and trainer do not agree" if wrong else "engine and trainer agree")
     return 3 if wrong else 0
 

@@ -352,3 +352,15 @@ def test_the_process_does_not_outlive_a_trainer_that_is_killed(tmp_path):
     while alive(pid) and time.time() < end:
         time.sleep(0.1)
     assert not alive(pid)
+
+
+def test_ctrl_c_while_the_process_is_still_starting_ends_in_one_line(pair, tmp_path):
+    """SIGINT goes to every process of a terminal; the one that samples may be importing."""
+    argv = [sys.executable, dlc.__file__, "--model", str(pair[0]), "--async", "--steps", "50", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
+    child = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and child.poll() is None:  # opened just before the process is started
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(child.pid, signal.SIGINT)
+    _, told = child.communicate(timeout=120)
+    assert child.returncode == 130 and "Traceback" not in told and "stopped by SIGINT" in told, told

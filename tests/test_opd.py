@@ -225,6 +225,8 @@ def test_teacher_equal_to_student_does_not_move_the_weights(here, monkeypatch):
     monkeypatch.setattr(opd, "tiny_base", lambda steps=0: here[0])
     rows = opd.train(config(steps=1, optimizer="sgd", lr=1.0))
     assert abs(rows[0]["teacher_kl"]) < 1e-6 and rows[0]["grad_norm"] < 1e-5
+    for loss in ("full", "topk"):  # not even by rounding, of which Adam would make a whole step
+        assert opd.train(config(steps=1, loss=loss))[0]["grad_norm"] == 0
 
 
 def test_the_teachers_accuracy_is_the_teachers(here, monkeypatch):
@@ -344,6 +346,8 @@ def test_admission_adds_the_lag_reads_keep_and_measures_each_source_alone(calibr
     limit = budget | dict(budget=out["mismatch"] + 0.01)
     fits = lambda lag: opd.admit(dataclasses.replace(cfg, lag=lag), limit)["admitted"]
     assert [fits(lag) for lag in (None, 0, 2, 3)] == [True, True, False, False]  # 3: never measured
+    falls = opd.admit(dataclasses.replace(cfg, lag=2), budget | dict(lag={"1": 0.3, "2": 0.1}))
+    assert falls["by_source"]["lag"] == 0.3  # the worst on the way, or a longer lag would be admitted sooner
     keep = "model.layers.0,model.layers.1,model.layers.2"
     kept = opd.admit(dataclasses.replace(cfg, noise=0.0, keep_bf16=keep), budget)
     assert kept["by_source"]["weights"] == alone() and kept["mismatch"] == parts["kv"]
