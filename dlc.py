@@ -434,7 +434,7 @@ def fetch(path, option="--model"):
     if Path(path).exists():
         return path
     if Path(path).is_absolute():
-        raise ValueError(f"{option} {path}: no such folder")
+        raise ValueError(f"{option} {path}: no such folder; give the folder of a model")
     data = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
         huggingface_hub.HfApi().model_info(str(path), timeout=4)
