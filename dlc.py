@@ -965,6 +965,8 @@ def parse(config, argv, description, skip=()):
                 raise ValueError(f"--resume {given['resume']}: {f.name} {stored[f.name]!r} in its config.json must be "
                                  f"{allowed[0].__name__}; begin a new run")  # fmt: skip
         given = stored | given
+    if not (given.get("model") or given.get("student") or "OMP_NUM_THREADS" in os.environ):
+        torch.set_num_threads(1)  # two are little faster on the tiny model, and on a busy machine wait for each other
     made = config(**given)
     made.given = set(given)  # the options that were really given
     return made
