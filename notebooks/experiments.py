@@ -28,7 +28,6 @@ import io
 import json
 import multiprocessing
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -91,19 +90,21 @@ def by_length(rollout, logp, head_logp, cap):
     return row | {k: dlc.ess(logp - rollout.logp_stale, keep) for k, keep in first.items()}
 
 
+def quietly(module, config):
+    """The steps of module.train, without a word, in a folder that is thrown away."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return module.train(module.Config(out=folder + "/run", save_every=10**9, device="cpu", **config))
+
+
 def one_run(job):
     """Train `job["config"]` quietly in a folder that is thrown away; the summary that is logged. With a teacher
     it is opd.train, else dlc.train; `base` and `teacher` are arguments of tiny_base."""
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp()
     base, module = TINY(**job.get("base", {})), opd if "teacher" in job else dlc
     teacher = TINY(**job["teacher"]) if "teacher" in job else None
     dlc.tiny_base = opd.tiny_base = lambda steps=350: teacher if steps == 1200 else base
     dlc.measure = by_length
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        cfg = module.Config(out=folder + "/run", save_every=10**9, device="cpu", **job["config"])
-        steps = module.train(cfg)
-    shutil.rmtree(folder)
+    steps = quietly(module, job["config"])
     thin = job.get("thin", 10)  # steps averaged into one point of a curve
     bins = [steps[i : i + thin] for i in range(0, len(steps), thin)]
     keys = [k for k in CURVES if k in steps[0] and (k[-2] != "_" or thin == 1)]
@@ -347,7 +348,7 @@ def timed(job):
     """A run by the clock: seconds after step 0 (where processes start) of every tenth step, and the held-out accuracy there,
     measured when the run is over, on weights kept until then, so that the clock does not see it."""
     torch.set_num_threads(job["threads"])
-    folder, module, marks, end_step = tempfile.mkdtemp(), opd if "loss" in job["config"] else dlc, [], dlc.Run.end_step
+    module, marks, end_step = opd if "loss" in job["config"] else dlc, [], dlc.Run.end_step
 
     def marked(run, row, *rest):
         line = end_step(run, row, *rest)
@@ -356,11 +357,9 @@ def timed(job):
 
     dlc.Run.end_step = marked
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            steps = module.train(module.Config(out=folder + "/run", save_every=10**9, device="cpu", **job["config"]))
+        steps = quietly(module, job["config"])
     finally:
         dlc.Run.end_step = end_step
-    shutil.rmtree(folder)
     points = []
     for i, (at, run, weights) in enumerate(marks):
         if weights:

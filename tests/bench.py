@@ -228,8 +228,9 @@ print('SECONDS', sorted(t[1:])[len(t[1:]) // 2])"""
 
 
 def peak(code, times=1):
-    """(median seconds, peak bytes above the inputs) of `work()` in a process of its own, the high-water mark cleared after set-up."""
-    head = f"import sys, time, torch; sys.path.insert(0, {str(ROOT)!r}); torch.set_num_threads({torch.get_num_threads()})\n"
+    """(median seconds, peak bytes above the inputs over all `times`) of `work()` in a process of its own, the high-water
+    mark cleared after set-up. Holes that one run leaves in the heap are in the peak of several."""
+    head = f"import sys, time, torch; sys.path.insert(0, {str(ROOT)!r}); torch.set_num_threads({torch.get_num_threads()}); TIMES = {times}\n"
     tail = """
 work()  # once before: the libraries' own buffers
 import gc, ctypes; gc.collect()
@@ -242,7 +243,7 @@ for _ in range(TIMES):
     work()
     taken.append(time.perf_counter() - start)
 print(sorted(taken)[len(taken) // 2], max(1, read('VmHWM') - base))"""
-    done = subprocess.run([sys.executable, "-c", head + code + tail.replace("TIMES", str(times))], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", head + code + tail], capture_output=True, text=True, check=True)
     return tuple(map(float, done.stdout.split()))
 
 
@@ -336,7 +337,7 @@ def scaling_figure(out):
     names = dict(B="responses", T="length, tokens", V="vocabulary", D="width")
     fig, axes = plt.subplots(2, 4, figsize=(12, 5.5), layout="constrained")
     for row, style in ((r, "C0o-" if r["what"] != "rollout" else "C3s--") for r in out):
-        ax = axes["seconds peak MiB".split(" ", 1).index(row["unit"]), list(names).index(row["axis"])]
+        ax = axes[("seconds", "peak MiB").index(row["unit"]), list(names).index(row["axis"])]
         ax.loglog(row["values"], row["y"], style, label=row["what"])
         ax.annotate(f"{row['slopes'][-1]:.2f}", (row["values"][-1], row["y"][-1]), xytext=(5, -3), textcoords="offset points", fontsize=8)
         ax.set(xlabel=names[row["axis"]], ylabel=row["unit"])

@@ -12,13 +12,24 @@ import pytest  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def quick_base(tmp_path_factory):
-    """Folder of a tiny base of two steps: it answers nothing, and is made in a second."""
+def made_base(tmp_path_factory):
+    """made_base(steps): the folder of a tiny base, each made once for all tests."""
     import torch
 
     import dlc
 
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as m:
-        m.chdir(tmp_path_factory.mktemp("base"))
-        return dlc.tiny_base(steps=2).resolve()
+    make, folder = dlc.tiny_base, tmp_path_factory.mktemp("bases")
+
+    def made(*steps):
+        torch.set_num_threads(1)  # two threads on busy cores are slower than one
+        with pytest.MonkeyPatch.context() as m:
+            m.chdir(folder)
+            return make(*steps).resolve()
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def quick_base(made_base):
+    """Two steps: it answers nothing, and is made in a second."""
+    return made_base(2)

@@ -73,11 +73,8 @@ class Sleeper(Threads):
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory):
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as m:
-        m.chdir(tmp_path_factory.mktemp("base"))
-        return dlc.tiny_base(60).resolve(), dlc.tiny_base(90).resolve()
+def pair(made_base):
+    return made_base(60), made_base(90)
 
 
 @pytest.fixture

@@ -361,11 +361,8 @@ def test_reward():
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory):
-    torch.set_num_threads(1)  # two threads on busy cores are slower than one
-    with pytest.MonkeyPatch.context() as m:
-        m.chdir(tmp_path_factory.mktemp("base"))
-        return dlc.tiny_base().resolve()
+def base(made_base):
+    return made_base()
 
 
 @pytest.fixture

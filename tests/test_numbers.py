@@ -17,11 +17,8 @@ ARGV = "--prompts 3 --group-size 2 --steps 3 --save-every 1 --out run --lr 1e-3"
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory):
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as m:
-        m.chdir(tmp_path_factory.mktemp("base"))
-        return dlc.tiny_base(steps=2).resolve(), dlc.tiny_base(steps=4).resolve()
+def bases(made_base):
+    return made_base(2), made_base(4)
 
 
 @pytest.fixture(params=["dlc", "opd"])

@@ -17,11 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as m:
-        m.chdir(tmp_path_factory.mktemp("base"))
-        return dlc.tiny_base(steps=60).resolve()
+def folder(made_base):
+    return made_base(60)
 
 
 @pytest.fixture(scope="module")
