@@ -1,4 +1,4 @@
-"""DLC: reinforcement learning when the sampler and the trainer disagree. Every correction, one file.
+"""DLC: reinforcement learning when sampler and trainer disagree. Every correction, one file.
 
     python dlc.py          # a tiny model, an FP8 sampler on delayed weights; about a minute
     python dlc.py --bias   # how wrong each correction is, exactly, by enumeration; a second
@@ -29,7 +29,6 @@ All corrections are one loss; a correction says what w, m, α and the clipped ra
 [4] Truncated importance sampling, Yao et al. 2025.  [5] IcePop (masked ratios), 2025.
 """
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -40,30 +39,28 @@ import shutil
 import sys
 import time
 from concurrent.futures import BrokenExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal
 
-import matplotlib
 import torch
 import transformers
 import tyro
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from sampler import (FORMATS, KV_FORMATS, DelayedSampler, Rollout, TorchSampler, VLLMSampler,
                      mismatch, positions, tail, token_logps)  # fmt: skip
 
-matplotlib.use("Agg")
 transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()  # load_model says itself what is wrong, in one line
+transformers.utils.logging.set_verbosity_error()  # load_model says what is wrong, in one line
 
 
 # --------------------------------------------------------------------------------------------------
-# The corrections. The arguments are the policies that a correction looks at; it returns w, m, α and
-# the ratio r that PPO clips (None: no gate). logp* and logq are (B, T), head_* are (B, T, K).
+# The corrections. The arguments are the policies that a correction looks at; it returns w, m, α
+# and the ratio r that PPO clips (None: no gate). logp*, logq are (B, T), head_* (B, T, K).
 
 
 def ratio(log_p, log_q):
@@ -124,11 +121,11 @@ def policy_loss(correction, logp, logq, advantage, mask, *, logp_stale=None, log
     constants to autograd. gate: 0 where A > 0 and r > 1+clip, or A < 0 and r < 1-clip, else 1, on
     the whole bracket: a centre that went on pushing after the clip would undo the trust region.
     num_tokens: N, the tokens of the whole optimizer update (default: those of `mask`), so that the
-    split into micro-batches changes nothing. ValueError: an unknown correction, a missing tensor."""
+    split into micro-batches changes nothing. ValueError: no such correction, a missing tensor."""
     if correction not in CORRECTIONS:
         raise ValueError(f"correction {correction!r}: choose one of {', '.join(CORRECTIONS)}")
     given = dict(logp=logp, logq=logq, logp_stale=logp_stale, logp_anchor=logp_anchor,
-                 head_logp=head_logp, head_logq=head_logq, head_logp_stale=head_logp_stale)  # fmt: skip
+                 head_logp=head_logp, head_logq=head_logq, head_logp_stale=head_logp_stale)
     for name in inspect.signature(CORRECTIONS[correction]).parameters:
         if name in given and given[name] is None:
             raise ValueError(f"correction {correction!r} needs {name}, which was not given")
@@ -206,9 +203,9 @@ def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, cl
         drift         Σ_y q(y) Σ_t V_q Σ_a (q w - c) s_a                       c_a = 0 outside H
         clip          Σ_y q(y) R(y) Σ_t (gate_t - 1) (w_t s_{y_t} - Σ_a c_a s_a)
 
-    p_logits[t] (V,)*(t+1), the next token last; rewards (V,)*T, the advantage of a sequence. Returns
-    a dict of `true`, `estimate` and the terms: flat float64 gradients in p_logits, depth after
-    depth, ascending E[R]. `estimate` is autograd through `policy_loss` itself."""
+    p_logits[t] (V,)*(t+1), the next token last; rewards (V,)*T, the advantage of a sequence.
+    Returns a dict of `true`, `estimate` and the terms: flat float64 gradients in p_logits, depth
+    after depth, ascending E[R]. `estimate` is autograd through `policy_loss` itself."""
     T, V = rewards.dim(), rewards.shape[0]
     y = torch.cartesian_prod(*[torch.arange(V)] * T).view(-1, T)  # (N, T), N = V^T
     leaves = [x.detach().double().requires_grad_() for x in p_logits]
@@ -245,7 +242,7 @@ def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, cl
     head = lambda x: x.gather(-1, H)[:, :, None]  # (N, T, 1, K), beside every token a
     w, centre, r = CORRECTIONS[correction](  # w and r at every token a; m and α once a position
         logp=logp, logq=logq, logp_stale=logp_stale, logp_anchor=logp_anchor, head_logp=head(logp),
-        head_logq=head(logq), head_logp_stale=head(logp_stale), cap=cap, mis=(0.5, 5.0))  # fmt: skip
+        head_logq=head(logq), head_logp_stale=head(logp_stale), cap=cap, mis=(0.5, 5.0))
     c = torch.zeros_like(logp)
     if centre is not None:
         c = c.scatter(-1, H, (centre[0] - centre[1][..., None] * head(logp).exp())[:, :, 0])
@@ -319,7 +316,8 @@ def train(cfg):
         print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights "
               f"{cfg.weights}, KV {cfg.kv}\n step version  reward  discrepancy      lag    ESS  "
               "clipped  syncs  tokens/s")  # fmt: skip
-        for step in run.steps():
+        done = len(run.rows)
+        for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. Sample a group of responses to each prompt from q.
             batch, rollout = run.draw(step)
 
@@ -330,8 +328,7 @@ def train(cfg):
             A = R - R.nanmedian(1, keepdim=True).values  # so that it is 0 where all are equal
             A = A - A.nanmean(1, keepdim=True)
             if cfg.scale_advantage:
-                n = (~A.isnan()).sum(1, keepdim=True)
-                A = A / ((A.square().nansum(1, keepdim=True) / (n - 1)).sqrt() + 1e-6)
+                A = A / (torch.stack([a[~a.isnan()].std() for a in A])[:, None] + 1e-6)
             A = A.nan_to_num(0).flatten()
 
             # 3. Update: one optimizer step a minibatch, its gradient summed over micro-batches.
@@ -367,45 +364,42 @@ def train(cfg):
 
             # 5. Sync the sampler, if a rule says so; log, save, show.
             run.end_step(row, rollout, batch, graded)
-            run.show("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} "
-                     "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}", row)
+            if step % 10 == 0 or cfg.model:
+                tqdm.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} "
+                           "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}"
+                           .format(**row))  # fmt: skip
         return run.finish(f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
 
 
 def check(cfg):
-    """`cfg` with its defaults filled in. ValueError, in one line, for a value that would go wrong
-    late or in silence."""
-    fill = dict(steps=500, prompts=32, lr=2e-4, max_new_tokens=4, save_every=50)
-    if cfg.model:
-        fill = dict(steps=20, prompts=8, lr=1e-5, max_new_tokens=12, save_every=5)
+    """`cfg` with its defaults filled in. ValueError: what would go wrong late or in silence."""
+    tiny = dict(steps=500, prompts=32, lr=2e-4, max_new_tokens=4, save_every=50)
+    real = dict(steps=20, prompts=8, lr=1e-5, max_new_tokens=12, save_every=5)
+    fill = (real if cfg.model else tiny) | dict(lag=int(cfg.async_))
     fill["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     if cfg.sync_every is cfg.sync_ess is None:
         delayed = cfg.async_ or cfg.lag is not None
         fill |= dict(sync_every=1) if delayed else dict(sync_ess=0.5)
-    fill["lag"] = int(cfg.async_)
     fill = {k: v for k, v in fill.items() if getattr(cfg, k) is None}
-    cfg = dataclasses.replace(cfg, **fill)
-    batch, out = cfg.prompts * cfg.group_size, Path(cfg.out or "runs")
-    counts = ("steps", "prompts", "minibatches", "max_new_tokens", "head_k", "save_every")
-    rules = [(getattr(cfg, name) >= 1, name, "at least 1") for name in counts] + [
-        (cfg.group_size >= 2, "group_size", "at least 2: one response alone has no advantage"),
-        (batch % max(1, cfg.minibatches) == 0, "minibatches", f"a divisor of the batch, {batch}"),
-        (cfg.lr > 0, "lr", "above 0"),
-        (0 <= (cfg.sync_ess or 0) <= 1, "sync_ess", "from 0 to 1, a share of the batch"),
-        (cfg.lag >= cfg.async_, "lag", "at least 0, and 1 with --async, where all else waits"),
-        (cfg.sampler == "torch" or not cfg.async_, "sampler", "torch with --async"),
-        (cfg.resume or not out.exists() or not cfg.out or out.is_dir() and not any(out.iterdir()),
-         "out", "a new or empty folder"),
-        (not cfg.resume or Path(cfg.resume, "state.pt").is_file(), "resume",
-         "a run with a saved state.pt; begin a new one"),
+    cfg = replace(cfg, **fill)
+    batch, out, state = cfg.prompts * cfg.group_size, cfg.out, Path(cfg.resume or "", "state.pt")
+    rules = [
+        (cfg.steps > 0 and cfg.prompts > 0 and cfg.max_new_tokens > 0 and cfg.minibatches > 0,
+         "--steps, --prompts, --minibatches and --max-new-tokens: must be 1 or more"),
+        (cfg.group_size > 1, f"--group-size {cfg.group_size}: one response has no advantage"),
+        (batch % max(1, cfg.minibatches) == 0,
+         f"--minibatches {cfg.minibatches}: must divide the batch, {batch} responses"),
+        (cfg.lr > 0, f"--lr {cfg.lr}: must be above 0"),
+        (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
+        (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
+        (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
+        (cfg.resume or not out or not Path(out).exists() or [*Path(out).glob("*")] == [],
+         f"--out {out}: must be a new or an empty folder"),
+        (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
     ]  # fmt: skip
-    for good, name, told in rules:
+    for good, told in rules:
         if not good:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {told}")
-    try:
-        torch.empty(0, device=cfg.device)
-    except (RuntimeError, AssertionError) as e:  # no such device, or a torch without CUDA
-        raise ValueError(f"--device {cfg.device}: {str(e).splitlines()[0]}") from None
+            raise ValueError(told)
     if cfg.data:
         read_data(cfg.data)  # before a model is made or loaded
     if cfg.micro_batch is None:
@@ -429,11 +423,11 @@ def write(path, save):
     new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         save(new)
-        if path.is_dir():
-            shutil.rmtree(path)
-        os.replace(new, path)
     except Exception as e:  # of torch, safetensors or matplotlib
         raise OSError(f"{path} cannot be written: {e}") from e
+    if path.is_dir():
+        shutil.rmtree(path)
+    os.replace(new, path)
 
 
 class Run:
@@ -444,24 +438,23 @@ class Run:
         self.data, self.held_out = load_data(cfg, tokenizer, model)
         optimizer = dict(adam=torch.optim.Adam, sgd=torch.optim.SGD)[cfg.optimizer]
         self.optimizer = optimizer(model.parameters(), lr=cfg.lr, fused=True)
-        options = dict(
-            weights=cfg.weights, kv=cfg.kv, keep_bf16=keep_list(cfg.keep_bf16, model),
-            noise=cfg.noise, head_k=cfg.head_k, seed=cfg.seed, rows=cfg.micro_batch,
-            probe=[(r["ids"] * 32)[:32] for r in self.data[:4]])  # fmt: skip
+        options = dict(weights=cfg.weights, kv=cfg.kv, keep_bf16=keep_list(cfg.keep_bf16, model),
+                       noise=cfg.noise, head_k=cfg.head_k, seed=cfg.seed, rows=cfg.micro_batch,
+                       probe=[(r["ids"] * 32)[:32] for r in self.data[:4]])  # fmt: skip
         make = functools.partial(TorchSampler, **options)
         if cfg.sampler == "vllm":
             make = functools.partial(VLLMSampler, memory=cfg.sampler_memory, **options)
-        self.sampler = DelayedSampler(make, model, self.request, cfg.steps, cfg.lag, cfg.async_)
+        request = lambda step: self.batch(step)[1]
+        self.sampler = DelayedSampler(make, model, request, cfg.steps, cfg.lag, cfg.async_)
         self.stop_ids = self.sampler.sampler.stop_ids
+        names = (Path(f"runs/{name}-{i}") for i in itertools.count(1))
+        self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
+        self.folder.mkdir(parents=True, exist_ok=True)
         if cfg.resume:
-            self.folder = Path(cfg.resume)
             self.restore()
         else:
-            names = (Path(f"runs/{name}-{i}") for i in itertools.count(1))
-            self.folder = Path(cfg.out or next(f for f in names if not f.exists()))
-            self.folder.mkdir(parents=True, exist_ok=True)
             versions = dict(torch=torch.__version__, transformers=transformers.__version__)
-            config = json.dumps(dataclasses.asdict(cfg) | dict(versions=versions), indent=1)
+            config = json.dumps(asdict(cfg) | dict(versions=versions), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
             self.before = self.accuracies("_base")
         self.log = open(self.folder / "metrics.jsonl", "a")
@@ -471,25 +464,29 @@ class Run:
 
     def __exit__(self, kind, *_):
         self.sampler.close()
-        if kind is KeyboardInterrupt:
-            saved = (self.folder / "state.pt").exists()
-            how = f"go on with --resume {self.folder}" if saved else f"{self.folder} has no state"
-            raise KeyboardInterrupt(f"; {how}") from None
-
-    def steps(self):
-        done, steps = len(self.rows), self.cfg.steps
-        return tqdm(range(done, steps), initial=done, total=steps, disable=None)
-
-    def show(self, line, row):
-        if row["step"] % 10 == 0 or self.cfg.model:
-            tqdm.write(line.format(**row))
+        if kind is KeyboardInterrupt and (self.folder / "state.pt").exists():
+            raise KeyboardInterrupt(f"; go on with --resume {self.folder}") from None
 
     def accuracies(self, suffix=""):
-        """Greedy accuracy on held-out prompts, of the trainer's model and of the sampler as it is."""
+        """Greedy accuracy on held-out prompts, of the trainer's model and of the sampler as is."""
         exact = TorchSampler(self.model, "none", "none")
-        both = (("accuracy", exact), ("accuracy_sampler", self.sampler.sampler))
+        both = dict(accuracy=exact, accuracy_sampler=self.sampler.sampler)
         return {name + suffix: accuracy(sampler, self.held_out, self.tokenizer, self.cfg)
-                for name, sampler in both}  # fmt: skip
+                for name, sampler in both.items()}  # fmt: skip
+
+    def batch(self, step):
+        """(data rows, the arguments of `sample`) of a step: a function of (--seed, step)."""
+        cfg, seed = self.cfg, self.cfg.seed * 1_000_003 + step
+        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(seed))
+        rows = [self.data[i] for i in order[: cfg.prompts] for _ in range(cfg.group_size)]
+        return rows, ([row["ids"] for row in rows], cfg.max_new_tokens, seed)
+
+    def draw(self, step):
+        """(data rows, rollout): a group of responses to each of the step's prompts, from q."""
+        self.began = time.perf_counter()
+        rollout = self.sampler.draw(step)
+        self.drawn = time.perf_counter()
+        return self.batch(step)[0], rollout
 
     def update(self):
         """One optimizer step; the gradient's norm. A gradient that is not finite moves nothing."""
@@ -502,85 +499,57 @@ class Run:
         self.optimizer.zero_grad()
         return norm
 
-    def picked(self, step):
-        """(seed, data rows) of a step: a function of (--seed, step)."""
-        seed = self.cfg.seed * 1_000_003 + step
-        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(seed))
-        rows = [self.data[i] for i in order[: self.cfg.prompts]]
-        return seed, [row for row in rows for _ in range(self.cfg.group_size)]
-
-    def request(self, step):
-        """The arguments of `sample` at a step."""
-        seed, batch = self.picked(step)
-        return [row["ids"] for row in batch], self.cfg.max_new_tokens, seed
-
-    def draw(self, step):
-        """(data rows, rollout): a group of responses to each of the step's prompts, from q."""
-        self.began = time.perf_counter()
-        rollout = self.sampler.draw(step)
-        self.drawn = time.perf_counter()
-        return self.picked(step)[1], rollout
-
-    def rule(self, row):
+    def due(self, row):
         """Why the weights of after this step are to be published, or None."""
-        cfg, age = self.cfg, row["step"] + 1 - self.sampler.queue[-1][0]
-        share = row["ess" if cfg.ess_level == "sequence" else "ess_token"]
-        if cfg.sync_every and age >= cfg.sync_every:
-            return f"every {cfg.sync_every}"
-        if cfg.sync_ess and share < cfg.sync_ess:
-            return f"ess {share:.3f} < {cfg.sync_ess}"
+        age = row["step"] + 1 - self.sampler.queue[-1][0]
+        share = row["ess" if self.cfg.ess_level == "sequence" else "ess_token"]
+        if self.cfg.sync_every and age >= self.cfg.sync_every:
+            return f"every {self.cfg.sync_every}"
+        if share < (self.cfg.sync_ess or 0):
+            return f"ess {share:.3f} < {self.cfg.sync_ess}"
 
     def end_step(self, row, rollout, batch, graded):
         """The end of a step, which dlc.py and opd.py share: sync by the rules, log the step and one
         of its samples at once, save every --save-every steps."""
-        cfg, step, (rewards, texts, stopped) = self.cfg, row["step"], graded
-        reason = self.rule(row)
+        step, (rewards, texts, stopped), reason = row["step"], graded, self.due(row)
         synced = self.sampler.advance(step, self.model, publish=reason is not None)
-        syncs = synced + (self.rows[-1]["syncs"] if self.rows else 0)
-        now = time.perf_counter()
-        row |= dict(
-            dropped=int((~rollout.mask.any(1)).sum()), truncated=1 - sum(stopped) / len(batch),
-            kv_scales=self.sampler.kv_scales, synced=synced, sync_reason=reason, syncs=syncs,
-            seconds_sample=self.sampler.seconds, seconds_wait=self.drawn - self.began,
-            seconds_train=now - self.drawn, tokens_per_second=row["tokens"] / (now - self.began),
-            sample={k: batch[0][k] for k in ("prompt", "answer")}
-            | dict(completion=texts[0], reward=rewards[0]))  # fmt: skip
-        if step == 0:
-            row |= self.before
-        if cfg.eval_every and (step + 1) % cfg.eval_every == 0:
+        now, before = time.perf_counter(), self.rows[-1]["syncs"] if self.rows else 0
+        row |= dict(synced=synced, sync_reason=reason, syncs=before + synced,
+                    dropped=int((~rollout.mask.any(1)).sum()), kv_scales=self.sampler.kv_scales,
+                    truncated=1 - sum(stopped) / len(batch), seconds_sample=self.sampler.seconds,
+                    seconds_wait=self.drawn - self.began, seconds_train=now - self.drawn,
+                    tokens_per_second=row["tokens"] / (now - self.began),
+                    sample={k: batch[0][k] for k in ("prompt", "answer")})  # fmt: skip
+        row["sample"] |= dict(completion=texts[0], reward=rewards[0])
+        row |= self.before if step == 0 else {}
+        if self.cfg.eval_every and (step + 1) % self.cfg.eval_every == 0:
             row |= self.accuracies()
-        for k, v in row.items():
-            if isinstance(v, float) and not abs(v) < float("inf"):
-                row[k] = None  # JSON has no NaN
+        finite = lambda x: not isinstance(x, float) or abs(x) < float("inf")
+        row |= {k: None for k, x in row.items() if not finite(x)}  # JSON has no NaN
         self.rows.append(row)
         print(json.dumps(row), file=self.log, flush=True)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-            state = dict(step=step, queue=list(self.sampler.queue), model=self.model.state_dict(),
+        if (step + 1) % self.cfg.save_every == 0 or step + 1 == self.cfg.steps:
+            state = dict(rows=self.rows, queue=[*self.sampler.queue], model=self.model.state_dict(),
                          optimizer=self.optimizer.state_dict())  # fmt: skip
             write(self.folder / "state.pt", lambda new: torch.save(state, new))
 
     def restore(self):
         """Back to the last saved step. Nothing else is state: the random numbers of a step are a
-        function of (seed, step). ValueError: files that are broken, or of another kind of run."""
-        log, queue = self.folder / "metrics.jsonl", self.sampler.queue
+        function of (seed, step). ValueError: a broken file, another --lag, fewer --steps."""
         try:
             state = torch.load(self.folder / "state.pt", weights_only=True, map_location="cpu")
-            done = state["step"] + 1  # what was logged after the last save goes
-            lines = log.read_text().splitlines(True)[:done]
-            self.rows = [json.loads(line) for line in lines]
+            self.rows, queue = state["rows"], self.sampler.queue
+            assert len(state["queue"]) == queue.maxlen and len(self.rows) <= self.cfg.steps
+            queue.extend(state["queue"])
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            queue.extend(state["queue"])
-            if [row["step"] for row in self.rows] != [*range(done)]:
-                raise ValueError(f"its log does not hold steps 0 to {done - 1}")
-            if len(state["queue"]) != queue.maxlen or done > self.cfg.steps:
-                raise ValueError(f"it has lag {len(state['queue']) - 1} and {done} steps")
-        except Exception as e:  # torch.load alone raises many kinds; its advice is to trust the file
-            told = str(e) if type(e) is ValueError else type(e).__name__
-            raise ValueError(f"--resume {self.folder}: cannot go on: {told}") from None
+        except Exception as e:  # of many kinds; torch.load's own advice is to trust the file
+            raise ValueError(f"--resume {self.folder}: its state.pt is broken, of another lag, or "
+                             f"beyond --steps ({type(e).__name__})") from None  # fmt: skip
         for left in self.folder.glob("*.tmp"):  # half a file of a run that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-        write(log, lambda new: new.write_text("".join(lines)))
+        log = "".join(json.dumps(row) + "\n" for row in self.rows)
+        write(self.folder / "metrics.jsonl", lambda new: new.write_text(log))
         self.before = {k: v for k, v in self.rows[0].items() if "accuracy" in k}
 
     def finish(self, title):
@@ -595,28 +564,20 @@ class Run:
 
 
 def figure(rows, path, title):
-    """Reward, the two gaps and the ESS against the step; a dotted line at every sync."""
-    fig, axes = plt.subplots(3, sharex=True, figsize=(7, 7), layout="constrained")
-    get = lambda key: [max(r[key], 1e-7) for r in rows]
-    last = lambda i: get("reward")[max(0, i - 9) : i + 1]
-    mean = [sum(last(i)) / len(last(i)) for i in range(len(rows))]
-    axes[0].plot(get("reward"), "0.8", label="reward under q")
-    axes[0].plot(mean, "C0", label="its mean over 10 steps")
-    axes[1].semilogy(get("discrepancy"), "C3", label="discrepancy, KL(q || π_stale)")
-    axes[1].semilogy(get("lag"), "C0--", label="lag, KL(π_stale || π)")
-    axes[2].plot(get("ess"), "C0", label="ESS of the lag, responses")
-    axes[2].plot(get("ess_token"), "C0:", label="ESS of the lag, tokens")
-    syncs = [r["step"] + 1 for r in rows if r["synced"]]
-    for ax, unit in zip(axes, ("reward", "nats a token", "share of the batch")):
-        ax.vlines(syncs if len(syncs) < len(rows) / 4 else [], 0, 1, "0.6", ":", lw=0.7,
-                  transform=ax.get_xaxis_transform())  # fmt: skip
+    """Reward, the two gaps and the ESS against the step; at a sync the lag's curve is broken."""
+    fig = Figure(figsize=(7, 7), layout="constrained")
+    axes = fig.subplots(3, sharex=True)
+    panels = {"reward": ["reward"], "KL, nats a token": ["discrepancy", "lag"],
+              "share of the batch": ["ess", "ess_token"]}  # fmt: skip
+    for ax, (unit, keys) in zip(axes, panels.items()):
+        for key in keys:
+            ax.plot([r[key] or float("nan") for r in rows], label=key)
         ax.set_ylabel(unit)
         ax.legend(fontsize=8)
-    axes[1].set_ylim(bottom=1e-5)
-    axes[2].set(ylim=(0, 1.05), xlabel=f"step; {len(syncs)} syncs (dotted, if few)")
+    axes[1].set_yscale("log")
+    axes[2].set(ylim=(0, 1.05), xlabel=f"step; {rows[-1]['syncs']} syncs")
     axes[0].set_title(title, fontsize=10)
     fig.savefig(path, dpi=130, format="png")
-    plt.close(fig)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -660,30 +621,27 @@ def accuracy(sampler, rows, tokenizer, cfg):
 
 
 def read_data(path):
-    """Rows of a JSONL file, each {"prompt": text, "answer": text}; ValueError names the first bad
-    line."""
+    """Rows of a JSONL file, {"prompt": text, "answer": text}; ValueError names a bad line."""
     rows = []
     for n, line in enumerate(Path(path).read_text("utf-8-sig").split("\n"), 1):
         try:
-            row = json.loads(line) if line.strip() else None
-            if row is not None:
-                rows.append({k: row[k] for k in ("prompt", "answer")})
+            if line.strip():
+                rows.append({k: json.loads(line)[k] for k in ("prompt", "answer")})
                 assert all(x.strip() for x in rows[-1].values())
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
             raise ValueError(f'--data {path} line {n}: {line[:40]!r} must be {{"prompt": text, '
                              '"answer": text}, neither of them empty') from None  # fmt: skip
-    if not rows:
-        raise ValueError(f"--data {path}: holds no rows")
     return rows
 
 
 def load_data(cfg, tokenizer, model=None):
     """(training rows, held-out rows); a row holds prompt, answer and the prompt's token ids.
-    ValueError: a prompt that `model` cannot read, or a file with too few."""
+    ValueError: a prompt that `model` cannot read, or too few rows."""
     if cfg.data:
-        rows, held = read_data(cfg.data), None
+        rows = read_data(cfg.data)
+        held, source = min(100, max(1, len(rows) // 10)), f"--data {cfg.data}"
     else:  # every sum below a limit, in a fixed order; the tiny model writes the units digit first
-        limit, held = (20, 64) if cfg.model else (100, 500)
+        limit, held, source = (20, 64, "the sums") if cfg.model else (100, 500, "the sums")
         text, step = ("What is {} + {}? The answer is", 1) if cfg.model else ("{}+{}=", -1)
         order = torch.randperm(limit**2, generator=torch.Generator().manual_seed(0)).tolist()
         pairs = [divmod(i, limit) for i in order]
@@ -694,21 +652,15 @@ def load_data(cfg, tokenizer, model=None):
         room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or room
         room -= cfg.max_new_tokens
     for row in rows:
-        what = (f"--data {cfg.data}: " if cfg.data else "") + f"the prompt {row['prompt'][:40]!r}"
-        row["ids"] = tokenizer(row["prompt"])["input_ids"]
-        if not cfg.model and 12 in row["ids"]:
-            raise ValueError(f"{what} holds more than the tiny model's 0-9 + =; give --model")
-        if not row["ids"] or max(row["ids"]) >= vocab:
-            raise ValueError(f"{what} has the token ids {row['ids'][:9]}; it needs at least one, "
-                             f"each below {vocab}, the model's vocabulary")  # fmt: skip
-        if len(row["ids"]) > room:
-            raise ValueError(f"{what} has {len(row['ids'])} tokens, and --max-new-tokens is "
-                             f"{cfg.max_new_tokens}: only {room + cfg.max_new_tokens} fit the "
-                             "model's context")  # fmt: skip
-    held = min(100, max(1, len(rows) // 10)) if held is None else held
+        ids, what = tokenizer(row["prompt"])["input_ids"], f"the prompt {row['prompt'][:40]!r}"
+        if not ids or max(ids) >= vocab or (not cfg.model and 12 in ids):  # 12: the tiny <pad>
+            raise ValueError(f"{source}: {what} is empty, or holds what the model has no token for")
+        if len(ids) > room:
+            raise ValueError(f"{source}: {what} has {len(ids)} tokens; {room} and --max-new-tokens "
+                             f"{cfg.max_new_tokens} fill the model's context")  # fmt: skip
+        row["ids"] = ids
     if len(rows) - held < cfg.prompts:
-        raise ValueError(f"--prompts {cfg.prompts}: there are only {len(rows) - held} to train on, "
-                         f"and {held} held out")  # fmt: skip
+        raise ValueError(f"--prompts {cfg.prompts}: {source} has {len(rows) - held} to train on")
     return rows[held:], rows[:held]
 
 
@@ -747,11 +699,8 @@ def tiny_base(steps=350, width=64, layers=3):
         optimizer.step()
         optimizer.zero_grad()
     folder.parent.mkdir(exist_ok=True)
-    try:
+    if not folder.exists():  # another process may have been faster, with the same weights
         write(folder, lambda new: save_model(model, tokenizer, new))
-    except OSError:  # another process was faster, with the same weights
-        if not folder.exists():
-            raise
     return folder
 
 
@@ -768,18 +717,18 @@ def load_model(path, dtype, device, option="--model"):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
             output_loading_info=True)  # fmt: skip
+        model = model.to(device).eval()
     except Exception as e:  # many kinds, from as many libraries
         raise ValueError(f"{option} {path}: no causal LM can be loaded: {str(e)[:300]}") from None
     bad = [f"{n} is missing" for n in sorted(found["missing_keys"])]
     bad += [f"{n} holds inf or NaN" for n, p in model.named_parameters() if not p.isfinite().all()]
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
         bad += ["no tokenizer: add tokenizer.json and tokenizer_config.json"]
-    text = model.config.get_text_config()
-    if model.generation_config.eos_token_id is None and text.eos_token_id is None:
+    if model.generation_config.eos_token_id is model.config.get_text_config().eos_token_id is None:
         bad += ["no stop token: name its eos_token_id in generation_config.json"]
     if bad:
         raise ValueError(f"{option} {path}: {bad[0]}; give a folder with a whole causal LM")
-    return model.to(device).eval(), tokenizer
+    return model, tokenizer
 
 
 def model_fingerprint(model):
@@ -791,21 +740,25 @@ def model_fingerprint(model):
 
 
 def keep_list(keep, model):
-    """The modules of --keep-bf16: names after commas, or @FILE, a recipe of opd.py --sensitivity."""
+    """The modules of --keep-bf16: names after commas, or @FILE, of opd.py --sensitivity."""
     if not keep.startswith("@"):
         return [k.strip() for k in keep.split(",") if k.strip()]
     try:
         recipe = json.loads(Path(keep[1:]).read_text())
-        kept, made_for = [str(k) for k in recipe["keep_bf16"]], recipe["model"]
+        kept, found = [*recipe["keep_bf16"]], recipe["model"]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"--keep-bf16 {keep}: no recipe ({e}); run opd.py --sensitivity") from None
-    if model is not None and made_for != model_fingerprint(model):
-        raise ValueError(f"--keep-bf16 {keep}: made for {made_for}, not {model_fingerprint(model)}")
+        raise ValueError(f"--keep-bf16 {keep}: no recipe of opd.py --sensitivity: {e}") from None
+    if model is not None and found != model_fingerprint(model):
+        raise ValueError(f"--keep-bf16 {keep}: made for {found}, not {model_fingerprint(model)}")
     return kept
 
 
+# --------------------------------------------------------------------------------------------------
+# The command line.
+
+
 def bias_tables():
-    """Print the terms on one random table, as signed projections on the bias: a row sums to 100 %."""
+    """The terms on one random table, as signed projections on the bias: a row sums to 100 %."""
     g, V, T = torch.Generator().manual_seed(0), 4, 3
     random = lambda s: [s * torch.randn((V,) * (t + 1), generator=g).double() for t in range(T)]
     add = lambda a, b: [x + y for x, y in zip(a, b)]
@@ -817,17 +770,15 @@ def bias_tables():
     for (gap, (q, stale)), baseline in itertools.product(gaps.items(), (False, True)):
         prob = sum(x.log_softmax(-1).view(x.shape + (1,) * (T - x.dim())) for x in q).exp()
         R = rewards - (prob * rewards).sum() if baseline else rewards
-        print(f"\n{gap}, {'reward minus its mean' if baseline else 'raw reward'}; terms in % of the bias")
+        kind = "reward minus its mean" if baseline else "raw reward"
+        print(f"\n{gap}, {kind}; terms in % of the bias")
         print(f"{'correction':13}|bias|/|g|" + "".join(f"{k:>14}" for k in terms))
         for name in CORRECTIONS:
             out = exact_bias(name, p, q, R, stale_logits=stale)
             bias = out["estimate"] - out["true"]
+            shares = [100 * float(out[k] @ bias / bias.square().sum()) for k in terms]
             print(f"{name:13}{float(bias.norm() / out['true'].norm()):10.3f}"
-                  + "".join(f"{100 * float(out[k] @ bias / bias.square().sum()):14.1f}" for k in terms))  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------------
-# The command line.
+                  + "".join(f"{share:14.1f}" for share in shares))  # fmt: skip
 
 
 def parse(config, argv, description):
@@ -836,14 +787,13 @@ def parse(config, argv, description):
     how = dict(args=argv, description=description, config=(tyro.conf.FlagCreatePairsOff,))
     cfg = tyro.cli(config, **how)
     if cfg.resume:
-        try:
-            stored = json.loads(Path(cfg.resume, "config.json").read_text())
-            del stored["versions"]
-            stored = config(**stored)
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"--resume {cfg.resume}: no run of this script ({e})") from None
-        cfg = tyro.cli(config, default=stored, **how)
-    if not (cfg.model or getattr(cfg, "student", None) or "OMP_NUM_THREADS" in os.environ):
+        stored = json.loads(Path(cfg.resume, "config.json").read_text())
+        if {*stored} != {*asdict(cfg), "versions"}:
+            raise ValueError(f"--resume {cfg.resume}: is of another script or version of it")
+        del stored["versions"]
+        cfg = tyro.cli(config, default=config(**stored), **how)
+    real = cfg.model or getattr(cfg, "student", None)
+    if not real and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # two are little faster on the tiny model, and wait when busy
     return cfg
 
@@ -852,7 +802,6 @@ def command(main):
     """`main(argv)` ends in an exit status; what ends it early is one line on standard error: 2 for
     bad input, a full disk or too little memory, 130 for Ctrl-C."""
 
-    @functools.wraps(main)
     def run(argv=None):
         try:
             return main(argv) or 0
