@@ -319,7 +319,7 @@ def train(cfg):
         done = len(run.rows)
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. Sample a group of responses to each prompt from q.
-            batch, rollout = run.draw(step)
+            batch, rollout = run.batch(step), run.sampler.draw(step)
 
             # 2. Reward, centred over the group of its prompt; a dropped response is in no mean.
             graded = grade(rollout, batch, run.stop_ids, tokenizer, cfg)
@@ -444,8 +444,7 @@ class Run:
         make = functools.partial(TorchSampler, **options)
         if cfg.sampler == "vllm":
             make = functools.partial(VLLMSampler, memory=cfg.sampler_memory, **options)
-        request = lambda step: self.batch(step)[1]
-        self.sampler = DelayedSampler(make, model, request, cfg.steps, cfg.lag, cfg.async_)
+        self.sampler = DelayedSampler(make, model, self.request, cfg.steps, cfg.lag, cfg.async_)
         self.stop_ids = self.sampler.sampler.stop_ids
         names = (Path(f"runs/{name}-{i}") for i in itertools.count(1))
         self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
@@ -457,7 +456,7 @@ class Run:
             config = json.dumps(asdict(cfg) | dict(versions=versions), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
             self.before = self.accuracies("_base")
-        self.log = open(self.folder / "metrics.jsonl", "a")
+        self.log, self.ended = open(self.folder / "metrics.jsonl", "a"), time.perf_counter()
 
     def __enter__(self):
         return self
@@ -475,18 +474,15 @@ class Run:
                 for name, sampler in both.items()}  # fmt: skip
 
     def batch(self, step):
-        """(data rows, the arguments of `sample`) of a step: a function of (--seed, step)."""
-        cfg, seed = self.cfg, self.cfg.seed * 1_000_003 + step
-        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(seed))
-        rows = [self.data[i] for i in order[: cfg.prompts] for _ in range(cfg.group_size)]
-        return rows, ([row["ids"] for row in rows], cfg.max_new_tokens, seed)
+        """The data rows of a step, each for a whole group: a function of (--seed, step)."""
+        g = torch.Generator().manual_seed(self.cfg.seed * 1_000_003 + step)
+        order = torch.randperm(len(self.data), generator=g)[: self.cfg.prompts]
+        return [self.data[i] for i in order for _ in range(self.cfg.group_size)]
 
-    def draw(self, step):
-        """(data rows, rollout): a group of responses to each of the step's prompts, from q."""
-        self.began = time.perf_counter()
-        rollout = self.sampler.draw(step)
-        self.drawn = time.perf_counter()
-        return self.batch(step)[0], rollout
+    def request(self, step):
+        """The arguments of `sample` at a step: prompts, longest response, seed."""
+        ids = [row["ids"] for row in self.batch(step)]
+        return ids, self.cfg.max_new_tokens, self.cfg.seed * 1_000_003 + step
 
     def update(self):
         """One optimizer step; the gradient's norm. A gradient that is not finite moves nothing."""
@@ -513,17 +509,22 @@ class Run:
         of its samples at once, save every --save-every steps."""
         step, (rewards, texts, stopped), reason = row["step"], graded, self.due(row)
         synced = self.sampler.advance(step, self.model, publish=reason is not None)
-        now, before = time.perf_counter(), self.rows[-1]["syncs"] if self.rows else 0
-        row |= dict(synced=synced, sync_reason=reason, syncs=before + synced,
+        now, syncs = time.perf_counter(), self.rows[-1]["syncs"] if self.rows else 0
+        row |= dict(synced=synced, sync_reason=reason, syncs=syncs + synced,
                     dropped=int((~rollout.mask.any(1)).sum()), kv_scales=self.sampler.kv_scales,
                     truncated=1 - sum(stopped) / len(batch), seconds_sample=self.sampler.seconds,
-                    seconds_wait=self.drawn - self.began, seconds_train=now - self.drawn,
-                    tokens_per_second=row["tokens"] / (now - self.began),
+                    seconds_wait=self.sampler.waited,
+                    seconds_train=now - self.ended - self.sampler.waited,
+                    tokens_per_second=row["tokens"] / (now - self.ended),
                     sample={k: batch[0][k] for k in ("prompt", "answer")})  # fmt: skip
         row["sample"] |= dict(completion=texts[0], reward=rewards[0])
-        row |= self.before if step == 0 else {}
-        if self.cfg.eval_every and (step + 1) % self.cfg.eval_every == 0:
-            row |= self.accuracies()
+        if step == 0:
+            row |= self.before
+        if step + 1 == self.cfg.steps:
+            self.sampler.sampler.sync(self.model, self.cfg.steps)
+            row |= self.before | self.accuracies()
+        elif self.cfg.eval_every and (step + 1) % self.cfg.eval_every == 0:
+            row["accuracy"] = self.accuracies()["accuracy"]
         finite = lambda x: not isinstance(x, float) or abs(x) < float("inf")
         row |= {k: None for k, x in row.items() if not finite(x)}  # JSON has no NaN
         self.rows.append(row)
@@ -532,6 +533,7 @@ class Run:
             state = dict(rows=self.rows, queue=[*self.sampler.queue], model=self.model.state_dict(),
                          optimizer=self.optimizer.state_dict())  # fmt: skip
             write(self.folder / "state.pt", lambda new: torch.save(state, new))
+        self.ended = time.perf_counter()
 
     def restore(self):
         """Back to the last saved step. Nothing else is state: the random numbers of a step are a
@@ -553,11 +555,7 @@ class Run:
         self.before = {k: v for k, v in self.rows[0].items() if "accuracy" in k}
 
     def finish(self, title):
-        """Accuracies of the end, the model in Hugging Face form, the figure; all rows."""
-        self.sampler.sampler.sync(self.model, self.cfg.steps)
-        self.rows[-1] |= self.before | self.accuracies()
-        result = {k: v for k, v in self.rows[-1].items() if k.startswith("accuracy")}
-        write(self.folder / "result.json", lambda new: new.write_text(json.dumps(result)))
+        """Write the model in Hugging Face form and the figure; all rows."""
         write(self.folder / "model", lambda new: save_model(self.model, self.tokenizer, new))
         write(self.folder / "curves.png", lambda new: figure(self.rows, new, title))
         return self.rows

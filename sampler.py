@@ -362,8 +362,8 @@ class TorchSampler:
         check_head(model)
         kinds = {type(x) for x in DynamicCache(config=model.config).layers}
         if odd := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
-            raise ValueError(f"{type(model).__name__}: has layers without KV ({odd.pop().__name__}); "
-                             "padding would change their state: choose one with attention alone")
+            raise ValueError(f"{type(model).__name__}: layers without KV, {odd.pop().__name__}; "
+                             "choose a model with attention alone")  # fmt: skip
         self.weights, self.kv, self.noise, self.kv_scale = weights, kv, noise, kv_scale
         self.seed, self.rows, self.device = seed, rows, model.device
         self.stale = copy.deepcopy(model).eval().requires_grad_(False)
@@ -590,8 +590,8 @@ class VLLMSampler(TorchSampler):
         gap = float((r.head_logq - r.head_logp_stale)[r.mask].abs().mean())
         self.first_gap = gap if self.first_gap is None else self.first_gap
         if not gap <= max(0.1, 4 * self.first_gap):
-            raise ValueError(f"after the sync at step {self.version} vLLM is {gap:.3f} nats off the "
-                             f"weights handed over, {self.first_gap:.3f} at first: not those weights")
+            raise ValueError(f"vLLM does not hold the weights of step {self.version}: it is "
+                             f"{gap:.3f} nats off, at first {self.first_gap:.3f}")  # fmt: skip
 
     @torch.no_grad()
     def sample(self, prompt_ids, max_new_tokens, seed=None, greedy=False):
@@ -647,7 +647,9 @@ class DelayedSampler:
             self.pool = ProcessPoolExecutor(1, spawn, adopt, (*theirs, torch.get_num_threads()))
 
     def draw(self, step):
-        """The step's rollout; sets `kv_scales`, and `seconds`: to load the weights and sample."""
+        """The step's rollout; sets `kv_scales`, the `seconds` to load the weights and sample, and
+        those that were `waited` for it."""
+        start = time.perf_counter()
         if self.pool:
             known = min(step + len(self.queue), self.steps)  # what weights these steps draw with
             for later in range(step + len(self.futures), known):
@@ -657,6 +659,7 @@ class DelayedSampler:
         else:
             answer = sample_with(self.sampler, self.queue[0], self.request(step))
         rollout, self.kv_scales, self.seconds = answer
+        self.waited = time.perf_counter() - start
         return rollout.map(lambda x: x.to(self.sampler.device))
 
     def advance(self, step, model, publish):
