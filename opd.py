@@ -199,9 +199,10 @@ def train(cfg):
         print(f"{run.folder}: {cfg.loss}; {cfg.sampler} sampler on {cfg.device}, weights "
               f"{cfg.weights}, KV {cfg.kv}\n step version  KL to teacher  reward  discrepancy      "
               "lag    ESS  syncs  tokens/s")  # fmt: skip
-        for step in run.steps():
+        done = len(run.rows)
+        for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. The student samples from q.
-            batch, rollout = run.draw(step)
+            batch, rollout = run.batch(step), run.sampler.draw(step)
             padding = (rollout.tokens >= vocab).any(1)  # tokens of the student's padded head alone
             rollout.mask = rollout.mask & ~padding[:, None]
             rollout.tokens = rollout.tokens.where(~padding[:, None], 0)
@@ -242,8 +243,10 @@ def train(cfg):
             row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
             row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")))
             run.end_step(row, rollout, batch, graded)
-            run.show("{step:5d} {version:7d} {teacher_kl:14.4f} {reward:7.3f} {discrepancy:12.5f} "
-                     "{lag:8.5f} {ess:6.3f} {syncs:6d} {tokens_per_second:9.0f}", row)  # fmt: skip
+            if step % 10 == 0 or cfg.student:
+                tqdm.write("{step:5d} {version:7d} {teacher_kl:14.4f} {reward:7.3f} "
+                           "{discrepancy:12.5f} {lag:8.5f} {ess:6.3f} {syncs:6d} "
+                           "{tokens_per_second:9.0f}".format(**row))  # fmt: skip
         return run.finish(f"{cfg.loss}: weights {cfg.weights}, KV {cfg.kv}")
 
 
