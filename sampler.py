@@ -541,6 +541,7 @@ class VLLMSampler(TorchSampler):
         print(f"vLLM {vllm.__version__}: weights {self.weights}, "
               f"{'quantised by the engine' if self.native else 'rounded before they are handed over'}; KV {self.kv}, scale 1.0")  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
+            self.stale.should_save_on_this_rank = lambda _: True  # else rank 0 of several writes for all
             self.stale.save_pretrained(folder)
             self.engine = self._ask("start", vllm.LLM, folder, dtype=str(self.dtype).removeprefix("torch."), seed=self.seed,
                                     skip_tokenizer_init=True, max_logprobs=self.head_k, logprobs_mode="processed_logprobs",

@@ -5,8 +5,8 @@
 
 A rank draws its own B rows, seeded by (seed, step, rank): tokens (B, P+T); mask, logq, logp_stale,
 version (B, T); head_* (B, T, K); log-probs in nats. Global, so equal on all ranks: the ESS of the
-lag, the steps and weights of a sync, version (in updates), N, the tokens of an update. All other
-options are TRL's; those on sampling and loss have no effect, but for --epsilon, the clip."""
+lag, syncs and their weights, version (in updates) and N, an update's tokens. All other options are
+TRL's; of those on sampling and loss only --epsilon, the clip, has an effect."""
 
 import sys
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, TrlParser
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dlc import ess, policy_loss  # noqa: E402
 from sampler import Rollout, TorchSampler, VLLMSampler, token_logps  # noqa: E402
@@ -89,5 +88,4 @@ def right(completions, answer, **_):  # one reward a row: is the first word the 
 if __name__ == "__main__":
     (args,) = TrlParser(Config).parse_args_and_config()
     sums = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(32) for b in range(32)]
-    trainer = DLCTrainer(right, args, Dataset.from_list(sums))
-    trainer.train()
+    DLCTrainer(right, args, Dataset.from_list(sums)).train()
