@@ -1,4 +1,4 @@
-"""The README shows what the committed logs say: the claims are recomputed and compared word by word."""
+"""The README shows what the committed logs say: claims are recomputed, compared word by word."""
 
 import copy
 import importlib.util
@@ -13,11 +13,13 @@ spec.loader.exec_module(experiments)
 
 
 def test_readme_equals_the_logs(capsys):
-    """Its three tables word by word: formulas, exact biases, accuracies, verdicts, ratios, and the lines that the names lead to."""
+    """Its three tables word by word: formulas, exact biases, accuracies, verdicts, ratios, and the
+    lines that the names lead to."""
     experiments.readme(None)
     tables = capsys.readouterr().out.rstrip("\n").split("\n\n")
     assert len(tables) == 3 and "| C5 |" in tables[1]
-    assert all(table in README for table in tables), "python notebooks/experiments.py readme prints what belongs there"
+    told = "python notebooks/experiments.py readme prints what belongs there"
+    assert all(table in README for table in tables), told
 
 
 def test_readme_is_true_of_the_files():
@@ -26,7 +28,8 @@ def test_readme_is_true_of_the_files():
     for name, lines in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", README, re.M):
         assert int(lines) == len((ROOT / name).read_text().splitlines()), name
     targets = re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", README)
-    assert len(targets) > 15 and all((ROOT / t).exists() for t in targets if not t.startswith("http"))
+    files = [t for t in targets if not t.startswith("http")]
+    assert len(targets) > 15 and all((ROOT / t).exists() for t in files)
     for name, line in re.findall(r"\[`(\w+)`\]\(dlc\.py#L(\d+)\)", README):
         at = (ROOT / "dlc.py").read_text().splitlines()[int(line) - 1]
         assert at.startswith("def " + ("importance" if name == "is" else name) + "("), name
@@ -45,7 +48,7 @@ def test_a_claim_can_fail(monkeypatch, capsys):
 
 
 def test_cells_that_are_equal_by_identity_are_equal(tmp_path, monkeypatch):
-    """The grid runs one of each such pair; here both are run, for a few steps, and every number is the same."""
+    """The grid runs one of each such pair; here both are run, for a few steps: the same numbers."""
     import dlc
 
     monkeypatch.chdir(tmp_path)
@@ -58,4 +61,5 @@ def test_cells_that_are_equal_by_identity_are_equal(tmp_path, monkeypatch):
             a, b = (dlc.train(dlc.Config(correction=c, **how)) for c in (name, twin))
             for x, y in zip(a, b):
                 for k in set(x) - set(quiet):
-                    assert x[k] == y[k] or abs(x[k] - y[k]) <= 1e-4 * abs(y[k]) + 1e-6, (regime, name, k)
+                    same = x[k] == y[k]
+                    assert same or abs(x[k] - y[k]) <= 1e-4 * abs(y[k]) + 1e-6, (regime, name, k)
