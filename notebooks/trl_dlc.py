@@ -73,8 +73,7 @@ class DLCTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         r = Rollout(*(inputs[name] for name in vars(self.rollout)))
         logp, head_logp = model(rollout=r)
-        log_lag = (logp - r.logp_stale).detach().where(r.mask, 0).sum(1)
-        self.lag.append((log_lag, r.mask.any(1)))
+        self.lag.append(((logp - r.logp_stale).detach().sum(1), r.mask.any(1)))
         updates = self.args.steps_per_generation / self.current_gradient_accumulation_steps
         N = inputs["num_items_in_batch"] / updates / self.accelerator.num_processes  # DDP averages
         return policy_loss(

@@ -1,6 +1,6 @@
 """A sketch, not run in verl: `dlc` for verl 0.9.1 in verl's own terms, without a line of dlc.py.
 
-A registered loss is given old_log_prob, log_prob, advantages and response_mask, (B, T), and no head.
+A registered loss is given old_log_prob, log_prob, advantages and response_mask, (B, T), no head.
 So the centre is made where the engine hands out its logits, as verl's top-k distillation does it.
 Missing in 0.9.1, to be added to its batch: old_log_probs must be log π_stale, and the nested
 tensors rollout_topk_ids, rollout_topk_log_probs (log q) and stale_topk_log_probs (log π_stale),
