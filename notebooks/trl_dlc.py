@@ -11,7 +11,6 @@ TRL's; of those on sampling and loss only --epsilon, the clip, has an effect."""
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, TrlParser
@@ -28,10 +27,11 @@ class Config(GRPOConfig):
     sampler: str = "torch"  # torch or vllm
     sync_ess: float = 0.5  # sync when ESS/B < F (0: never)
     bf16: bool = False  # TRL's default is True
-    gradient_checkpointing: bool = False  # True would drop the KV cache that token_logps reads
+    gradient_checkpointing: bool = False  # TRL's default is True
 
 class DLCTrainer(GRPOTrainer):
     def __init__(self, reward, args, data):
+        assert not args.gradient_checkpointing, "it drops the KV cache that token_logps reads"
         super().__init__(args.model, reward, args, data)
         self.whole, model, forward = self.model, self.model, self.model.forward
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # training will cut `model` in shards

@@ -114,7 +114,7 @@ def whole(model):
     stale, _ = dlc.load_model(model, "float32", "cpu")
     g = torch.Generator().manual_seed(0)
     for p in stale.parameters():
-        p.data += 0.3 * p.std() * torch.randn(p.shape, generator=g) if p.dim() > 1 else 0.0
+        p.data += p.std() * torch.randn(p.shape, generator=g) if p.dim() > 1 else 0.0
     return prompts, TorchSampler(stale, "int3", "fp8", head_k=5).sample(prompts, 4, 0)
 
 
@@ -130,11 +130,12 @@ def by_hand(model, whole):
     gradients = {}
     for c in CORRECTIONS:
         logp, head_logp = token_logps(policy, r, head=True)
-        loss, _ = dlc.policy_loss(
+        loss, stats = dlc.policy_loss(
             c, logp, r.logq, advantage, r.mask, logp_stale=r.logp_stale, head_logp=head_logp,
             head_logq=r.head_logq, head_logp_stale=r.head_logp_stale)  # fmt: skip
         parts = torch.autograd.grad(loss, list(policy.parameters()))
         gradients[c] = torch.cat([g.flatten() for g in parts])
+        assert c == "tis" or 0 < stats["clipped"] < stats["tokens"]
     return gradients
 
 
@@ -157,6 +158,12 @@ def test_in_bfloat16_the_stale_policy_has_the_trainers_numerics(model):
     (call, *_) = watch(make(model, bf16=True, use_cpu=True, **NO_GAP))["calls"]
     log_lag = call.args[1].detach() - call.kwargs["logp_stale"]
     assert float(log_lag.abs().max()) < 1e-5
+
+
+def test_gradient_checkpointing_is_refused(model):
+    """The gradient would be another, without a word."""
+    with pytest.raises(AssertionError, match="KV cache"):
+        make(model, gradient_checkpointing=True)
 
 
 def test_it_syncs_when_the_ess_says_so(model):
