@@ -570,6 +570,7 @@ class VLLMSampler(TorchSampler):
         print(f"vLLM {vllm.__version__}: weights {self.weights}, {how}; KV {self.kv}, scale 1.0")
         self.vllm, self.kv_scales, self.first_gap = vllm, [(1.0, 1.0)] * self.layers, None
         with tempfile.TemporaryDirectory() as folder:
+            self.stale.should_save_on_this_rank = lambda _: True  # else only the first rank
             self.stale.save_pretrained(folder)
             self.engine = vllm.LLM(folder, **options)
 
