@@ -72,7 +72,7 @@ def bench():
 
 def refilled(text, cells):
     """`text` with `cells` (how a row begins -> its last cells) in its tables, and each name of a
-    correction that is a link leading to its line."""
+    correction or function that is a link leading to its line."""
     lines = []
     for line in text.split("\n"):
         for begins, last in cells.items():
@@ -80,16 +80,22 @@ def refilled(text, cells):
                 kept = line.removesuffix(" |").split(" | ")[: -len(last)]
                 line = " | ".join(kept + last) + " |"
         lines.append(line)
-    at = {name: inspect.getsourcelines(function)[1] for name, function in dlc.CORRECTIONS.items()}
     link = re.compile(r"\[`(\w+)`\]\(((?:\.\./)?dlc\.py)#L\d+\)")
-    return link.sub(lambda m: f"[`{m[1]}`]({m[2]}#L{at[m[1]]})", "\n".join(lines))
+    return link.sub(lambda m: f"[`{m[1]}`]({m[2]}#L{line_of(m[1])})", "\n".join(lines))
 
 
-def cells():
-    return dict([*claims(), *corrections(), *bench()])
+def line_of(name):
+    function = dlc.CORRECTIONS.get(name) or getattr(dlc, name)
+    return inspect.getsourcelines(function)[1]
+
+
+def cells(path):
+    """What the tables of a file say; the README shows three of a correction's five columns."""
+    short = path.name == "README.md"
+    shown = {name: c[:1] + c[3:] if short else c for name, c in corrections()}
+    return shown if short else dict([*claims(), *shown.items(), *bench()])
 
 
 if __name__ == "__main__":
-    found = cells()
     for path in FILES:
-        path.write_text(refilled(path.read_text(), found))
+        path.write_text(refilled(path.read_text(), cells(path)))
