@@ -46,7 +46,10 @@ from multiprocessing import resource_tracker
 
 import torch
 import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 # --------------------------------------------------------------------------------------------------
@@ -167,6 +170,24 @@ class NarrowKV(DynamicLayer):
     def update(self, keys, values, *args, **kwargs):  # (B, heads, new tokens, head size)
         super().update(self.store(keys, self.scale[0]), self.store(values, self.scale[1]))
         return self.load(self.keys, self.scale[0], keys.dtype), self.load(self.values, self.scale[1], keys.dtype)
+
+
+def grouped_attention(module, query, key, value, attention_mask, **how):
+    """sdpa for the narrow copy. In decode each row asks one query, and the query heads that share a
+    K and V are shown to torch as so many positions of one head; the library would copy K and V for
+    each of them. Prefill, and a mask or bias of each head's own, are left to the library."""
+    (B, heads, length, size), shared = query.shape, key.shape[1]
+    own = attention_mask is not None and attention_mask.shape[1] > 1
+    if length > 1 or own or how.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+    query = query.reshape(B, shared, heads // shared, size)
+    scale = how.get("scaling")
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale)
+    return out.reshape(B, 1, heads, -1), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -392,6 +413,8 @@ class TorchSampler:
         self.engine = copy.deepcopy(self.stale)
         for p in self.engine.parameters():  # parameters only: rotary tables stay in float32
             p.data = p.data.to(self.dtype)
+        if self.engine.config.get_text_config()._attn_implementation == "sdpa":  # not its own
+            self.engine.set_attn_implementation("grouped")
         for name in self.narrow:
             self.engine.set_submodule(name, NarrowLinear(self.engine.get_submodule(name).bias, self.weights))
 
