@@ -495,7 +495,7 @@ class TorchSampler:
         attention, length = attention[group], length[group]
         alive, drawn = torch.ones(B, dtype=torch.bool, device=self.device), []
         for t in range(max_new_tokens):
-            cumulative = logq.exp().cumsum(-1, dtype=torch.float64)
+            cumulative = logq.exp().double().cumsum_(-1)
             y = torch.searchsorted(cumulative, u[:, t] * cumulative[:, -1:], right=True)
             y = logq.argmax(-1, keepdim=True) if greedy else y.clamp_max(logq.shape[-1] - 1)  # (B, 1)
             head_logq, head_ids = logq.topk(self.head_k)
