@@ -1,4 +1,5 @@
-"""Scripts importable from the tests; one thread, so that a busy machine slows the tests and does not stop them."""
+"""Scripts importable from the tests; one thread, so that a busy machine slows the tests down and
+does not stop them."""
 
 import os
 import sys

@@ -1,8 +1,9 @@
 """kill -9 at random moments while a run writes:  python tests/crash.py [kills, 50] [seed, 0]
 
-A run is killed, resumed, killed again, until it ends. After each kill every file must be whole; at the end numbers,
-samples, state (weights, optimizer, the sampler's weights and version) and model must equal, bit for bit, those of a
-run that nobody touched. Children are forked from a process that has imported everything, so a kill costs a second."""
+A run is killed, resumed, killed again, until it ends. After each kill every file must be whole; at
+the end numbers, samples, state (weights, optimizer, the sampler's weights and version) and model
+must equal, bit for bit, those of a run that nobody touched. Children are forked from a process that
+has imported everything, so a kill costs a second."""
 
 import json
 import os
@@ -23,14 +24,15 @@ from safetensors.torch import load_file  # noqa: E402
 import dlc  # noqa: E402
 import opd  # noqa: E402
 
-SMALL = "--steps 10 --save-every 1 --prompts 2 --group-size 2 --max-new-tokens 4".split()
-RUNS = [  # what is run, with which options: every kind of state that a run has
-    (dlc.main, [*"--model base --lr 1e-3 --sync-ess 0.95".split(), *SMALL]),
-    (dlc.main, [*"--model base --lr 1e-3 --async --max-lag 2 --sync-every 1".split(), *SMALL]),
-    (dlc.main, [*"--model base --lr 1e-3 --lag 2 --noise 0.05 --minibatches 2".split(), *SMALL]),
-    (dlc.main, [*"--model base --dtype bfloat16 --optimizer sgd --lr 0.1 --weights int4 --sync-every 3".split(), *SMALL]),
-    (opd.main, [*"--student base --teacher teacher --lr 1e-3 --loss topk --sync-every 2".split(), *SMALL]),
-]
+SMALL = " --steps 10 --save-every 1 --prompts 2 --group-size 2 --max-new-tokens 4"
+RUNS = [(main, (how + SMALL).split()) for main, how in (  # every kind of state that a run has
+    (dlc.main, "--model base --lr 1e-3 --sync-ess 0.95"),
+    (dlc.main, "--model base --lr 1e-3 --async --max-lag 2 --sync-every 1"),
+    (dlc.main, "--model base --lr 1e-3 --lag 2 --noise 0.05 --minibatches 2"),
+    (dlc.main, "--model base --dtype bfloat16 --optimizer sgd --lr 0.1 --weights int4 "
+               "--sync-every 3"),
+    (opd.main, "--student base --teacher teacher --lr 1e-3 --loss topk --sync-every 2"),
+)]
 
 
 def start(call):
@@ -39,7 +41,8 @@ def start(call):
         return pid
     fd = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1), os.dup2(fd, 2)
-    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
     try:
         status = call() or 0
     except BaseException as e:  # shown in `log`
@@ -55,26 +58,38 @@ def end(pid):
 
 def writing(pid, folder):
     """Wait until the process saves a state, or is no more."""
-    stamp = lambda: (folder / "state.pt").stat().st_mtime_ns if (folder / "state.pt").exists() else 0
+    state = folder / "state.pt"
+    stamp = lambda: state.stat().st_mtime_ns if state.exists() else 0
+    gone = lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     first = stamp()
-    while stamp() == first and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    while stamp() == first and not gone():
         time.sleep(0.002)
+
+
+def read_lines(f):
+    return [json.loads(line) for line in f.read_text().splitlines()]
+
+
+READ = {".json": lambda f: json.loads(f.read_text()), ".jsonl": read_lines,
+        ".pt": lambda f: torch.load(f, weights_only=True), ".safetensors": load_file}
 
 
 def whole(folder):
     """Read every file of a run, however it ended; the number of temporary files that it left."""
-    kinds = {".json": lambda f: json.loads(f.read_text()), ".pt": lambda f: torch.load(f, weights_only=True),
-             ".jsonl": lambda f: [json.loads(line) for line in f.read_text().splitlines()], ".safetensors": load_file}  # fmt: skip
     left = [f for f in folder.iterdir() if f.suffix == ".tmp"]
     for f in folder.rglob("*"):
         if f.is_file() and not any(x in [f, *f.parents] for x in left):
             if f.suffix == ".png":
                 assert f.read_bytes().endswith(b"IEND\xaeB`\x82"), f
             else:
-                kinds[f.suffix](f)
+                READ[f.suffix](f)
     model = folder / "model"  # a folder is there with all of its files or not at all
-    assert not model.exists() or {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(model))
+    need = {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not model.exists() or need <= set(os.listdir(model))
     return len(left)
+
+
+FILES = ("samples.jsonl", "result.json", "model/model.safetensors")
 
 
 def contents(folder):
@@ -82,7 +97,7 @@ def contents(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     rows = [json.dumps({k: v for k, v in r.items() if k not in clock}) for r in rows]
     state = torch.load(folder / "state.pt", weights_only=True)
-    files = [(folder / f).read_bytes() for f in ("samples.jsonl", "result.json", "model/model.safetensors")]
+    files = [(folder / f).read_bytes() for f in FILES]
     names = sorted(f.name for f in folder.iterdir())
     return dict(rows=rows, state=state, files=files, names=names)
 
@@ -100,7 +115,8 @@ def same(a, b):
 def crash(kills, seed):
     rng, killed, torn, saved, chains, i = random.Random(seed), 0, 0, 0, 0, 0
     for name, steps in (("base", 2), ("teacher", 4)):
-        assert end(start(lambda: shutil.move(dlc.tiny_base(steps), name) and 0)) == 0, Path("log").read_text()
+        made = end(start(lambda: shutil.move(dlc.tiny_base(steps), name) and 0))
+        assert made == 0, Path("log").read_text()
     while killed < kills:
         (main, argv), i = RUNS[i % len(RUNS)], i + 1
         shutil.rmtree("whole", ignore_errors=True), shutil.rmtree("part", ignore_errors=True)
@@ -108,12 +124,14 @@ def crash(kills, seed):
         writing(pid, Path("whole"))
         begun = time.time()
         assert end(pid) == 0, Path("log").read_text()
-        seconds, part, ended = time.time() - begun, Path("part"), None  # from the first save to the end
+        seconds = time.time() - begun  # from the first save to the end
+        part, ended = Path("part"), None
         while ended != 0:
             resumed = (part / "state.pt").exists()
             if not resumed:
                 shutil.rmtree(part, ignore_errors=True)
-            pid = start(lambda: main(["--resume", "part"] if resumed else [*argv, "--out", "part"]))
+            again = ["--resume", "part"] if resumed else [*argv, "--out", "part"]
+            pid = start(lambda: main(again))
             if killed < kills:
                 if rng.random() < 0.9:  # the others may come before a first save
                     writing(pid, part)
@@ -128,7 +146,8 @@ def crash(kills, seed):
         for key in want:
             assert same(want[key], got[key]), f"{key} differ after a kill: {argv}"
         chains += 1
-    return f"{killed} kills, {saved} of them after a save, {torn} in the middle of a write; {chains} runs ended, all equal bit for bit"
+    return (f"{killed} kills, {saved} of them after a save, {torn} in the middle of a write; "
+            f"{chains} runs ended, all equal bit for bit")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Execute the six notebooks from fresh kernels; exit status 1 if one raises or takes above 120 s.
 
     python tests/run_notebooks.py             # in memory; nothing is written
-    python tests/run_notebooks.py --write     # and keep the outputs: after a change of a script or of a log
+    python tests/run_notebooks.py --write     # and keep the outputs: a script or a log has changed
     python tests/run_notebooks.py 04 06       # those alone
 
 Figures are kept as PNGs of 64 colours, a third of the bytes, so that each file stays under 300 KB.
@@ -25,7 +25,7 @@ LIMIT = 120  # seconds a notebook
 
 
 def tidy(nb):
-    """One stream a cell instead of a piece a flush, small figures, no times and versions of the machine."""
+    """One stream a cell instead of a piece a flush, small figures, nothing of the machine."""
     for cell in (c for c in nb.cells if c.cell_type == "code"):
         merged = []
         for out in cell.outputs:
@@ -35,8 +35,8 @@ def tidy(nb):
             else:
                 merged.append(out)
             if "image/png" in out.get("data", {}):
-                small = io.BytesIO()
-                image = Image.open(io.BytesIO(base64.b64decode(out.data["image/png"]))).convert("RGB")
+                image = Image.open(io.BytesIO(base64.b64decode(out.data["image/png"])))
+                image, small = image.convert("RGB"), io.BytesIO()
                 image.quantize(64, dither=Image.Dither.NONE).save(small, "png", optimize=True)
                 out.data["image/png"] = base64.b64encode(small.getvalue()).decode()
         cell.outputs = merged
@@ -45,7 +45,7 @@ def tidy(nb):
 
 
 def execute(path, write=False):
-    """Seconds that the notebook took. Raises CellExecutionError, or TimeoutError for a slow cell."""
+    """Seconds that the notebook took. Raises CellExecutionError, or TimeoutError: a slow cell."""
     nb, start = nbformat.read(path, 4), time.perf_counter()
     kernel = dict(metadata=dict(path=str(NOTEBOOKS)))
     nbclient.NotebookClient(nb, timeout=LIMIT, kernel_name="python3", resources=kernel).execute()
@@ -57,8 +57,10 @@ def execute(path, write=False):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="the first letters of a notebook's name (default: all six)")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*",
+                        help="the first letters of a notebook's name (default: all six)")
     parser.add_argument("--write", action="store_true", help="keep the outputs")
     args = parser.parse_args()
     bad = 0

@@ -1,7 +1,7 @@
-"""--async: the same numbers as --lag, true overlap, and a prompt end whatever happens to either side.
+"""--async: the same numbers as --lag, true overlap, and a prompt end whatever happens to a side.
 
-A docstring says what a failure would mean. Classes that the sampler's process builds stand at the top
-level, because it imports this module to find them."""
+A docstring says what a failure would mean. Classes that the sampler's process builds stand at the
+top level, because it imports this module to find them."""
 
 import copy
 import json
@@ -83,7 +83,8 @@ def here(pair, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for module in (dlc, opd):
         monkeypatch.setattr(module, "tiny_base", lambda steps=0: pair[steps > 0])
-    monkeypatch.setattr(dlc, "reward", lambda text, *_: sum(map(ord, text)) % 7 / 7)  # there is always a gradient
+    # There is always a gradient:
+    monkeypatch.setattr(dlc, "reward", lambda text, *_: sum(map(ord, text)) % 7 / 7)
     monkeypatch.setattr(dlc, "accuracy", lambda *_: 0.0)
     monkeypatch.setattr(dlc, "figure", lambda rows, path, _: path.touch())
 
@@ -142,10 +143,12 @@ def test_the_numbers_are_those_of_lag(here, script, how, monkeypatch):
     assert all(r["seconds_wait"] >= 0 and r["seconds_sample"] > 0 for r in rows)
 
 
-@pytest.mark.parametrize("how", [dict(sync_ess=0.8, max_lag=2), dict(sync_every=3), dict(sync_every=0)])
+@pytest.mark.parametrize("how", [
+    dict(sync_ess=0.8, max_lag=2), dict(sync_every=3), dict(sync_every=0)])
 def test_a_rule_publishes_for_a_fixed_later_step(here, how, monkeypatch):
-    """The version of a step would depend on who is faster, or its weights would not be that version's."""
-    past, draw, D = [], dlc.Run.draw, how.get("max_lag", 1)
+    """The version of a step would depend on who is faster, or its weights be another version's."""
+    past, draw = [], dlc.Run.draw
+    D = how.get("max_lag", 1)
 
     def spy(run, step):
         out = draw(run, step)
@@ -162,8 +165,10 @@ def test_a_rule_publishes_for_a_fixed_later_step(here, how, monkeypatch):
             fires = row["ess"] < how.get("sync_ess", 0)
         latest = t + 1 if fires else latest
         due[t + 1 + D] = latest
-        assert row["version"] == due.get(t, 0) and row["synced"] == (due.get(t + 1, 0) != row["version"])
-        assert ((row["sync_reason"] or "no").split()[0]) == ([*how][0][5:] if row["synced"] else "no")
+        assert row["version"] == due.get(t, 0)
+        assert row["synced"] == (due.get(t + 1, 0) != row["version"])
+        told = (row["sync_reason"] or "no").split()[0]
+        assert told == ([*how][0][5:] if row["synced"] else "no")
         model, rollout = past[row["version"]][0], past[t][1]
         assert torch.equal(S.token_logps(model, rollout, rows=8).detach(), rollout.logp_stale)
     kept, versions = sum(not r["synced"] for r in rows), len({r["version"] for r in rows})
@@ -175,11 +180,14 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("script, how", [(dlc, dict(sync_ess=0.95, max_lag=2)), (dlc, dict(max_lag=3)), (opd, dict())])
+@pytest.mark.parametrize("script, how", [
+    (dlc, dict(sync_ess=0.95, max_lag=2)), (dlc, dict(max_lag=3)), (opd, dict())])
 def test_a_killed_run_goes_on_with_the_same_numbers(here, script, how, monkeypatch):
     """What was published and not yet due is lost."""
-    late = dict(lag=how.get("max_lag", 1))  # without a rule it is the same run, and needs no process
-    whole = here(script, out="whole", steps=7, **how | dict(async_=True) if "sync_ess" in how else late)
+    if "sync_ess" in how:
+        whole = here(script, out="whole", steps=7, async_=True, **how)
+    else:  # without a rule it is the same run, and needs no process
+        whole = here(script, out="whole", steps=7, lag=how.get("max_lag", 1))
     with monkeypatch.context() as m:
         at_step(m, 5, interrupt)
         if script is opd:
@@ -205,7 +213,8 @@ def test_sampling_and_training_overlap(here, monkeypatch):
 
 
 def test_a_full_queue_stops_the_sampler_and_an_error_in_the_trainer_stops_both(here, monkeypatch):
-    """A batch of 256 responses is more than a pipe holds: the process may be stuck in it when it must end."""
+    """A batch of 256 responses is more than a pipe holds: the process may be stuck in it when it
+    must end."""
     monkeypatch.setattr(dlc, "TorchSampler", Slow)
     when = []
 
@@ -242,10 +251,12 @@ def test_a_killed_process_ends_the_run(here, monkeypatch, capsys, pair):
 @pytest.mark.parametrize("kind", [Broken, Refusing])
 def test_an_error_in_the_process_is_the_run_s_one_line(here, monkeypatch, capsys, kind):
     monkeypatch.setattr(dlc, "TorchSampler", kind)
-    assert dlc.main("--async --max-lag 2 --steps 9 --prompts 4 --group-size 2 --out run".split()) == 2
+    how = "--async --max-lag 2 --steps 9 --prompts 4 --group-size 2 --out run"
+    assert dlc.main(how.split()) == 2
     shown = capsys.readouterr().err
     (err,) = (x for x in shown.splitlines() if "error" in x)
-    assert "there is no room" in err and ("RuntimeError" in err) == (kind is Broken) and "Traceback" not in shown
+    assert "there is no room" in err and ("RuntimeError" in err) == (kind is Broken)
+    assert "Traceback" not in shown
     assert whole_files("run") == 2
 
 
@@ -264,7 +275,7 @@ def test_weights_that_are_not_finite_are_the_process_s_error(here, monkeypatch):
 
 
 def test_each_side_gets_half_of_the_threads(monkeypatch):
-    """On two cores two threads each are slower than one; what OMP_NUM_THREADS says is left alone."""
+    """On two cores two threads each are slower than one; OMP_NUM_THREADS is left alone."""
     made = torch.nn.Linear(1, 1)
     before = torch.get_num_threads()
     try:
@@ -292,7 +303,8 @@ def test_too_little_shared_memory_is_one_line(monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "share_memory", full)
     with pytest.raises(ValueError, match=r"2 copies.*unable to allocate\).*--max-lag"):
-        S.ProcessSampler(Threads, [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], torch.device("cpu"), {})
+        models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+        S.ProcessSampler(Threads, models, torch.device("cpu"), {})
 
 
 def alive(pid):
@@ -306,14 +318,18 @@ def alive(pid):
 @pytest.mark.parametrize("what, script", [(signal.SIGINT, "dlc"), (signal.SIGTERM, "opd")])
 def test_a_signal_ends_both_processes(pair, tmp_path, what, script):
     """Ctrl-C reaches both processes and must be shown once; SIGTERM reaches the trainer alone."""
-    root = Path(dlc.__file__).parent
-    models = dict(dlc=["--model", str(pair[0])], opd=["--student", str(pair[0]), "--teacher", str(pair[1])])[script]
-    argv = [str(root / f"{script}.py"), *models, *"--async --steps 9999 --prompts 2 --group-size 2 --out run".split()]
+    small = "--async --steps 9999 --prompts 2 --group-size 2 --out run".split()
+    models = ["--model", str(pair[0])]
+    if script == "opd":
+        models = ["--student", str(pair[0]), "--teacher", str(pair[1])]
+    path = Path(dlc.__file__).with_name(f"{script}.py")
     log = (tmp_path / "stderr").open("w")
-    run = subprocess.Popen([sys.executable, *argv], cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
+    run = subprocess.Popen([sys.executable, path, *models, *small], cwd=tmp_path, stdout=log,
+                           stderr=log, start_new_session=True)
     try:
         metrics, end = tmp_path / "run" / "metrics.jsonl", time.time() + 90
-        while run.poll() is None and time.time() < end and not (metrics.exists() and metrics.stat().st_size > 5000):
+        begun = lambda: metrics.exists() and metrics.stat().st_size > 5000
+        while run.poll() is None and time.time() < end and not begun():
             time.sleep(0.1)
         assert run.poll() is None, Path(log.name).read_text()
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
@@ -327,7 +343,8 @@ def test_a_signal_ends_both_processes(pair, tmp_path, what, script):
     finally:
         run.kill()
     shown = Path(log.name).read_text()
-    assert "Traceback" not in shown and run.returncode == 128 + what and shown.count("stopped by") == 1
+    assert "Traceback" not in shown and shown.count("stopped by") == 1
+    assert run.returncode == 128 + what
     assert whole_files(tmp_path / "run") > 0
 
 
@@ -337,14 +354,16 @@ def test_the_process_does_not_outlive_a_trainer_that_is_killed(tmp_path):
     code = f"""if True:
         import os, sys, time
         sys.path[:0] = {[str(Path(__file__).parent), str(Path(dlc.__file__).parent)]}
-        import test_async, torch
-        process = test_async.S.ProcessSampler(test_async.Sleeper, [torch.nn.Linear(1, 1)], torch.device("cpu"), {{}})
+        import test_async as t, torch
+        model = torch.nn.Linear(1, 1)
+        process = t.S.ProcessSampler(t.Sleeper, [model], torch.device("cpu"), {{}})
         process.ask(0, 0)
         while not os.path.exists("batches"):
             time.sleep(0.1)
         print(process.process.pid, flush=True)
         os.kill(os.getpid(), 9)"""
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE,
+                         text=True, timeout=60)
     pid, end = int(run.stdout), time.time() + 10
     while alive(pid) and time.time() < end:
         time.sleep(0.1)
@@ -353,11 +372,14 @@ def test_the_process_does_not_outlive_a_trainer_that_is_killed(tmp_path):
 
 def test_ctrl_c_while_the_process_is_still_starting_ends_in_one_line(pair, tmp_path):
     """SIGINT goes to every process of a terminal; the one that samples may be importing."""
-    argv = [sys.executable, dlc.__file__, "--model", str(pair[0]), "--async", "--steps", "50", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
-    child = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and child.poll() is None:  # opened just before the process is started
+    how = f"--async --steps 50 --max-new-tokens 4 --out {tmp_path}/run --model {pair[0]}".split()
+    child = subprocess.Popen([sys.executable, dlc.__file__, *how], stderr=subprocess.PIPE,
+                             stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+    begun = (tmp_path / "run" / "metrics.jsonl").exists  # opened just before the process is started
+    while not begun() and child.poll() is None:
         time.sleep(0.01)
     time.sleep(0.5)
     os.killpg(child.pid, signal.SIGINT)
     _, told = child.communicate(timeout=120)
-    assert child.returncode == 130 and "Traceback" not in told and "stopped by SIGINT" in told, told
+    assert child.returncode == 130 and "stopped by SIGINT" in told, told
+    assert "Traceback" not in told

@@ -1,5 +1,6 @@
-"""Bad input through the real command lines: one line on standard error that names the thing, the value and the
-remedy; exit status 2; nothing written, nothing trained, nothing followed. Ten cases run as processes."""
+"""Bad input through the real command lines: one line on standard error that names the thing, the
+value and the remedy; exit status 2; nothing written, nothing trained, nothing followed. Ten cases
+run as processes."""
 
 import json
 import os
@@ -46,13 +47,17 @@ def world(tmp_path_factory):
 
 
 def data():
+    pair = lambda prompt, answer="2": dict(prompt=prompt, answer=answer)
     files = dict(
-        good=jsonl(*ROWS), empty="", spaces=" \n\n\t\n", half=jsonl(*ROWS, '{"prompt": "1+'), noanswer=jsonl(*ROWS, dict(prompt="1+1=")),
-        null=jsonl(dict(prompt=None, answer="2")), list=jsonl(dict(prompt="1+1=", answer=["2"])), blank=jsonl(dict(prompt=" ", answer="2")),
-        deep="[" * 200_000, nul=jsonl(*ROWS) + "\n\0\0", word=jsonl(*ROWS, '"prompt answer"'), array=json.dumps(ROWS),
-        followed=jsonl(*ROWS, dict(prompt="@base/config.json", answer="2")), surrogate=jsonl(*ROWS, '{"prompt": "\\ud800", "answer": "2"}'),
-        digits=jsonl(*ROWS, '{"prompt": ' + "1" * 9999 + ', "answer": "2"}'), huge=jsonl(*ROWS, dict(prompt="1" * 5_000_000, answer="2")),
-        unread=jsonl(*ROWS, dict(prompt="1+x=", answer="2")), long=jsonl(*ROWS, dict(prompt="1" * 61, answer="2")), words=jsonl(*ROWS, dict(prompt="one and one", answer="2")))  # fmt: skip
+        good=jsonl(*ROWS), empty="", spaces=" \n\n\t\n", array=json.dumps(ROWS),
+        half=jsonl(*ROWS, '{"prompt": "1+'), noanswer=jsonl(*ROWS, dict(prompt="1+1=")),
+        null=jsonl(pair(None)), list=jsonl(pair("1+1=", ["2"])), blank=jsonl(pair(" ")),
+        deep="[" * 200_000, nul=jsonl(*ROWS) + "\n\0\0", word=jsonl(*ROWS, '"prompt answer"'),
+        followed=jsonl(*ROWS, pair("@base/config.json")),
+        surrogate=jsonl(*ROWS, '{"prompt": "\\ud800", "answer": "2"}'),
+        digits=jsonl(*ROWS, '{"prompt": ' + "1" * 9999 + ', "answer": "2"}'),
+        huge=jsonl(*ROWS, pair("1" * 5_000_000)), long=jsonl(*ROWS, pair("1" * 61)),
+        unread=jsonl(*ROWS, pair("1+x=")), words=jsonl(*ROWS, pair("one and one")))
     for name, text in files.items():
         Path(f"{name}.jsonl").write_text(text)
     Path("utf16.jsonl").write_bytes(jsonl(*ROWS).encode("utf-16"))
@@ -63,8 +68,9 @@ def model(name, config=None, tensors=None, drop=(), raw=()):
     """A copy of the base with its config, its weights or whole files changed."""
     shutil.copytree("base", name)
     if config:
-        settings = json.loads(Path(name, "config.json").read_text())
-        Path(name, "config.json").write_text(json.dumps({k: v for k, v in (settings | config).items() if v != "drop"}))
+        settings = json.loads(Path(name, "config.json").read_text()) | config
+        settings = {k: v for k, v in settings.items() if v != "drop"}
+        Path(name, "config.json").write_text(json.dumps(settings))
     if tensors:
         weights = load_file(f"{name}/model.safetensors")
         tensors(weights)
@@ -72,7 +78,8 @@ def model(name, config=None, tensors=None, drop=(), raw=()):
     for x in drop:
         Path(name, x).unlink()
     for x, content in dict(raw).items():
-        Path(name, x).write_bytes(content if isinstance(content, bytes) else content(Path("base", x).read_bytes()))
+        changed = content if isinstance(content, bytes) else content(Path("base", x).read_bytes())
+        Path(name, x).write_bytes(changed)
 
 
 def models():
@@ -82,55 +89,75 @@ def models():
     embedding, norm, weights = "model.embed_tokens.weight", "model.norm.weight", "model.safetensors"
     model("truncated", raw={weights: lambda x: x[:-100]})
     model("nothing", raw={weights: b""})
-    model("noconfig", drop=["config.json"]), model("halfconfig", raw={"config.json": lambda x: x[:99]})
-    model("untyped", config=dict(model_type="drop", architectures=None)), model("future", config=dict(model_type="qwen99"))
+    model("noconfig", drop=["config.json"])
+    model("halfconfig", raw={"config.json": lambda x: x[:99]})
+    model("untyped", config=dict(model_type="drop", architectures=None))
+    model("future", config=dict(model_type="qwen99"))
     model("notokenizer", drop=["tokenizer.json", "tokenizer_config.json"])
     model("halftokenizer", raw={"tokenizer.json": lambda x: x[:200]})
     model("noeos", config=dict(eos_token_id=None), drop=["generation_config.json"])
-    model("nan", tensors=put(norm, 3, float("nan"))), model("inf", tensors=put(embedding, 12, float("inf")))
+    model("nan", tensors=put(norm, 3, float("nan")))
+    model("inf", tensors=put(embedding, 12, float("inf")))
     model("part", tensors=lambda x: x.pop("model.layers.1.mlp.up_proj.weight"))
     model("wide", config=dict(hidden_size=96))
-    model("code", config=dict(model_type="custom", auto_map=dict(AutoConfig="evil.C", AutoModelForCausalLM="evil.M")),
-          raw={"evil.py": b"import os\nos.mkdir('PWNED')\n"})  # fmt: skip
+    auto = dict(AutoConfig="evil.C", AutoModelForCausalLM="evil.M")
+    model("code", config=dict(model_type="custom", auto_map=auto),
+          raw={"evil.py": b"import os\nos.mkdir('PWNED')\n"})
     model("pickled", drop=[weights], raw={"pytorch_model.bin": pickle.dumps(Evil())})
     model("torched", drop=[weights])
     torch.save(load_file(f"base/{weights}"), "torched/pytorch_model.bin")
-    shards = dict(metadata={}, weight_map={embedding: "a.safetensors"})
-    model("shardless", drop=[weights], raw={"model.safetensors.index.json": json.dumps(shards).encode()})
+    shards = json.dumps(dict(metadata={}, weight_map={embedding: "a.safetensors"})).encode()
+    model("shardless", drop=[weights], raw={"model.safetensors.index.json": shards})
     odd = hf.AutoTokenizer.from_pretrained("base")
     odd.add_tokens(["x"])
     model("odd"), odd.save_pretrained("odd")
     model("stop", raw={"generation_config.json": b'{"eos_token_id": 11}'})
-    model("stripped")  # a tokenizer that drops what it does not know: a prompt can tokenise to nothing
+    model("stripped")  # its tokenizer drops what it does not know, perhaps the whole prompt
     tokenizer = json.loads(Path("stripped/tokenizer.json").read_text())
     tokenizer["normalizer"] = dict(type="Replace", pattern=dict(Regex="[^0-9+=]"), content="")
     Path("stripped/tokenizer.json").write_text(json.dumps(tokenizer))
-    sizes = dict(vocab_size=14, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
+    sizes = dict(vocab_size=14, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                 num_attention_heads=1)
     bert = hf.BertForMaskedLM(hf.BertConfig(**sizes, eos_token_id=13))
-    t5 = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=14, d_model=32, d_ff=32, num_layers=1, num_heads=1, d_kv=32))
-    gemma = hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, num_key_value_heads=1, head_dim=32, final_logit_softcapping=0.5, eos_token_id=13))
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(
+        vocab_size=14, d_model=32, d_ff=32, num_layers=1, num_heads=1, d_kv=32))
+    gemma = hf.Gemma2ForCausalLM(hf.Gemma2Config(
+        **sizes, num_key_value_heads=1, head_dim=32, final_logit_softcapping=0.5, eos_token_id=13))
     for name, other in dict(bert=bert, t5=t5, gemma=gemma).items():
         dlc.save_model(other, odd, name)
     Path("bare").mkdir(), Path("file").write_text("a file")
-    # These are unusual and good: a padded vocabulary, an untied head, neither pad token nor a pad id.
+    # These are unusual and good: a padded vocabulary, an untied head, neither pad token nor pad id.
     grown = hf.AutoModelForCausalLM.from_pretrained("base")
     grown.resize_token_embeddings(32)
     dlc.save_model(grown, hf.AutoTokenizer.from_pretrained("base"), "padded")
-    model("untied", config=dict(tie_word_embeddings=False), tensors=lambda x: x.update({"lm_head.weight": x[embedding].clone()}))
+    model("untied", config=dict(tie_word_embeddings=False),
+          tensors=lambda x: x.update({"lm_head.weight": x[embedding].clone()}))
     settings = json.loads(Path("base/tokenizer_config.json").read_text())
     del settings["pad_token"]
-    model("nopad", config=dict(pad_token_id=None), raw={"tokenizer_config.json": json.dumps(settings).encode()})
+    pad = json.dumps(settings).encode()
+    model("nopad", config=dict(pad_token_id=None), raw={"tokenizer_config.json": pad})
 
 
 def recipes():
     mine = dlc.model_fingerprint(hf.AutoModelForCausalLM.from_pretrained("base"))
     fit = dlc.dataclasses.asdict(opd.Config())
-    good = {"for": {k: fit[k] for k in opd.fingerprint(opd.Config())} | dict(steps=300), "budget": 0.1, "lag": {"1": 0.1}, "seconds": 1.0}
+    fit = {k: fit[k] for k in opd.fingerprint(opd.Config())} | dict(steps=300)
+    good = {"for": fit, "budget": 0.1, "lag": {"1": 0.1}, "seconds": 1.0}
     for name, x in dict(
-            r_other=dict(model=["qwen3", 9, 9, 9, 9.0], keep_bf16=[]), r_list=["model.layers.0"], r_text=dict(model=mine, keep_bf16="model"),
-            r_nested=dict(model=mine, keep_bf16=[["model.layers.0"]]), r_follow=dict(model=mine, keep_bf16=["@r_other.json"]), r_keys={},
-            b_list=["for"], b_text=good | dict(budget="much"), b_nan=good | dict(budget=float("nan")), b_lag=good | dict(lag=3),
-            b_for=good | {"for": "all"}, b_other=good | {"for": good["for"] | dict(lr=7.0)}, b_keys=dict(budget=1.0)).items():  # fmt: skip
+        r_other=dict(model=["qwen3", 9, 9, 9, 9.0], keep_bf16=[]),
+        r_list=["model.layers.0"],
+        r_text=dict(model=mine, keep_bf16="model"),
+        r_nested=dict(model=mine, keep_bf16=[["model.layers.0"]]),
+        r_follow=dict(model=mine, keep_bf16=["@r_other.json"]),
+        r_keys={},
+        b_list=["for"],
+        b_text=good | dict(budget="much"),
+        b_nan=good | dict(budget=float("nan")),
+        b_lag=good | dict(lag=3),
+        b_for=good | {"for": "all"},
+        b_other=good | {"for": fit | dict(lr=7.0)},
+        b_keys=dict(budget=1.0),
+    ).items():
         Path(f"{name}.json").write_text(json.dumps(x))
     Path("r_half.json").write_text('{"model": ["qwen3"')
     Path("b_half.json").write_text('{"for": {"student"')
@@ -138,7 +165,8 @@ def recipes():
 
 def runs():
     """A finished run of two steps, and copies of it with one thing broken in each."""
-    dlc.train(dlc.Config(steps=2, prompts=2, group_size=2, model=str(Path("base").resolve()), out="run", max_new_tokens=4, device="cpu"))
+    dlc.train(dlc.Config(steps=2, prompts=2, group_size=2, model=str(Path("base").resolve()),
+                         out="run", max_new_tokens=4, device="cpu"))
     config = json.loads(Path("run/config.json").read_text())
 
     def broken(name, **files):
@@ -149,19 +177,27 @@ def runs():
 
     edit = lambda **how: lambda _: json.dumps(config | how).encode()
     cut, junk = lambda x: x[:-500], lambda x: b"\x00garbage" * 9
-    broken("run_noconfig", config_json=None), broken("run_badconfig", config_json=lambda x: x[:40])
-    broken("run_text", config_json=edit(lr="fast")), broken("run_null", config_json=edit(seed=None))
-    broken("run_extra", config_json=edit(temperature=0.7)), broken("run_range", config_json=edit(clip=-1.0))
-    broken("run_nostate", state_pt=None), broken("run_cutstate", state_pt=cut), broken("run_junk", state_pt=junk)
-    broken("run_evil"), torch.save(dict(step=1, master=Evil()), "run_evil/state.pt")
-    broken("run_nolog", metrics_jsonl=None), broken("run_shortlog", metrics_jsonl=lambda x: x.splitlines(True)[0])
+    broken("run_noconfig", config_json=None)
+    broken("run_badconfig", config_json=lambda x: x[:40])
+    broken("run_text", config_json=edit(lr="fast"))
+    broken("run_null", config_json=edit(seed=None))
+    broken("run_extra", config_json=edit(temperature=0.7))
+    broken("run_range", config_json=edit(clip=-1.0))
+    broken("run_nostate", state_pt=None)
+    broken("run_cutstate", state_pt=cut)
+    broken("run_junk", state_pt=junk)
+    broken("run_evil")
+    torch.save(dict(step=1, master=Evil()), "run_evil/state.pt")
+    broken("run_nolog", metrics_jsonl=None)
+    broken("run_shortlog", metrics_jsonl=lambda x: x.splitlines(True)[0])
     broken("run_badlog", metrics_jsonl=lambda x: x[: len(x) // 2] + b"\n" + x[len(x) // 2 :])
     broken("run_shortsamples", samples_jsonl=lambda x: b"")
-    broken("run_model", config_json=edit(model=str(Path("untied").resolve()))), broken("run_gone", config_json=edit(model="nowhere/at/all"))
+    broken("run_model", config_json=edit(model=str(Path("untied").resolve())))
+    broken("run_gone", config_json=edit(model="nowhere/at/all"))
 
 
-# The script, its command line ({w}: the folder above), and what the line must name: thing, value, remedy. A P
-# in front: as a process.
+# The script, its command line ({w}: the folder above; {m}: with its base, two prompts a step), and
+# what the line must name: thing, value, remedy. A P in front: as a process.
 CASES = """
 dlc: --steps 1e3 | --steps 1e3 int
 P dlc: --steps two | --steps two int
@@ -220,15 +256,15 @@ dlc: --data {w}/utf16.jsonl | utf16.jsonl line 1 UTF-8
 dlc: --data {w}/latin1.jsonl | latin1.jsonl line 1 UTF-8
 dlc: --data {w} | --data file
 dlc: --data /dev/null | --data /dev/null file
-dlc: --data {w}/huge.jsonl --model {w}/base --prompts 2 | huge.jsonl 5000000 characters context
-dlc: --data {w}/long.jsonl --model {w}/base --prompts 2 --max-new-tokens 4 | long.jsonl 61 tokens --max-new-tokens 4 64
+dlc: --data {w}/huge.jsonl {m} | huge.jsonl 5000000 characters context
+dlc: --data {w}/long.jsonl {m} --max-new-tokens 4 | long.jsonl 61 tokens --max-new-tokens 4 64
 dlc: --model {w}/base --max-new-tokens 64 | --max-new-tokens 64 context
-dlc: --data {w}/surrogate.jsonl --model {w}/base --prompts 2 | surrogate.jsonl line 10 must be
-dlc: --data {w}/words.jsonl --model {w}/stripped --prompts 2 | words.jsonl 'one and one' at least one
-dlc: --data {w}/unread.jsonl --model {w}/odd --prompts 2 | unread.jsonl '1+x=' [1, 10, 14, 11] below 14 vocabulary
+dlc: --data {w}/surrogate.jsonl {m} | surrogate.jsonl line 10 must be
+dlc: --data {w}/words.jsonl --model {w}/stripped --prompts 2 | words.jsonl 'one and one' least one
+dlc: --data {w}/unread.jsonl --model {w}/odd --prompts 2 | unread.jsonl '1+x=' 10, 14, 11] below 14
 dlc: --data {w}/good.jsonl --model {w}/base --prompts 9 | --prompts 9 only 8
 dlc: --model {w}/none | /none no such folder give the folder
-P dlc: --model nobody/no-such-model | --model nobody/no-such-model no such folder give the folder
+P dlc: --model nobody/no-such-model | nobody/no-such-model no such folder give the folder
 dlc: --model ../*? | --model ../*? give the folder
 dlc: --model {w}/bare | bare no causal LM
 dlc: --model {w}/file | file no causal LM
@@ -303,7 +339,7 @@ opd: --capacity 0 | --capacity 0.0 above 0
 opd: --capacity nan | --capacity nan above 0
 opd: --capacity 1e-9 | --capacity 1e-09 more
 opd: --capacity 1 --student {w}/bare | --student bare
-opd: --capacity 1 --student nobody/no-such-model | --student nobody/no-such-model give the folder
+opd: --capacity 1 --student nobody/no-such-model | --student nobody/no-such-model the folder
 opd: --capacity 1 --keep-bf16 model.layers.99.kv | model.layers.99.kv 28 layers
 opd: --student {w}/nan --teacher {w}/base | --student nan model.norm.weight
 opd: --student {w}/base --teacher {w}/part | --teacher part missing
@@ -322,16 +358,19 @@ def pictures(world):
 
 @pytest.fixture
 def refuse(world, tmp_path, monkeypatch):
-    """refuse(case, run): `run(script, argv)` -> (status, stdout, stderr) must refuse, and write and train nothing."""
+    """refuse(case, run): `run(script, argv)` -> (status, stdout, stderr) must refuse, and write and
+    train nothing."""
     monkeypatch.chdir(tmp_path)
     before = pictures(world)
 
     def check(case, run):
         script, line = case.split(": ", 1)
-        command, words = line.format(w=world).rsplit(" | ", 1)
+        line = line.format(w=world, m=f"--model {world}/base --prompts 2")
+        command, words = line.rsplit(" | ", 1)
         code, out, err = run(script, shlex.split(command))
         assert code == 2 and err.count("\n") == 1 and err.endswith("\n"), (code, err)
-        assert err.startswith(f"{script}.py: error: ") and "Traceback" not in err and len(err) < 1200
+        assert err.startswith(f"{script}.py: error: ") and len(err) < 1200
+        assert "Traceback" not in err
         assert not (missing := [x for x in words.split() if x not in err]), (missing, err)
         assert out == "" and not list(tmp_path.iterdir()), "something was begun"
         assert pictures(world) == before
@@ -359,22 +398,28 @@ def test_bad_input(refuse, case, capsys, monkeypatch):
 @pytest.mark.parametrize("case", PROCESSES)
 def test_bad_input_as_a_process(refuse, case):
     def run(script, argv):
-        done = subprocess.run([sys.executable, ROOT / f"{script}.py", *argv], capture_output=True, text=True, timeout=40)
+        argv = [sys.executable, ROOT / f"{script}.py", *argv]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=40)
         return done.returncode, done.stdout, done.stderr
 
     refuse(case, run)
 
 
 def test_there_are_enough():
-    assert len(IN_PROCESS) >= 50 and len(PROCESSES) >= 10 and len(set(CASES)) == len(CASES)
+    assert len(IN_PROCESS) >= 50 and len(PROCESSES) >= 10
+    assert len(set(CASES)) == len(CASES)
 
 
-@pytest.mark.parametrize("command", ["--model {w}/padded", "--model {w}/untied", "--model {w}/nopad", "--model {w}/base --data {w}/crlf.jsonl"])
-def test_unusual_and_good(world, tmp_path, monkeypatch, command, capsys):
-    """A refusal too many: a padded vocabulary, an untied head, no pad token, a file from Windows."""
+@pytest.mark.parametrize("how", [
+    "--model {w}/padded", "--model {w}/untied", "--model {w}/nopad",
+    "--model {w}/base --data {w}/crlf.jsonl"])
+def test_unusual_and_good(world, tmp_path, monkeypatch, how, capsys):
+    """A refusal too many: a padded vocabulary, an untied head, no pad token, Windows' lines."""
     monkeypatch.chdir(tmp_path)
-    (world / "crlf.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(*ROWS).replace("\n", "\r\n").encode())
-    assert dlc.main(shlex.split(command.format(w=world) + " --steps 1 --prompts 2 --group-size 2 --max-new-tokens 4")) is None
+    windows = b"\xef\xbb\xbf" + jsonl(*ROWS).replace("\n", "\r\n").encode()
+    (world / "crlf.jsonl").write_bytes(windows)
+    how = how.format(w=world) + " --steps 1 --prompts 2 --group-size 2 --max-new-tokens 4"
+    assert dlc.main(shlex.split(how)) is None
     assert "RESULT" in capsys.readouterr().out
     (world / "crlf.jsonl").unlink()
 
@@ -386,8 +431,10 @@ def test_a_folder_that_cannot_be_written(world, tmp_path, monkeypatch, capsys):
     for argv in (["--out", "new"], [], ["--resume", str(world / "run")]):
         assert dlc.main(argv) == 2
         err = capsys.readouterr().err
-        assert "a folder that can be written" in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
-    assert opd.main(["--calibrate"]) == 2 and "--budget budget.json: must be" in capsys.readouterr().err
+        assert "a folder that can be written" in err and err.count("\n") == 1
+        assert not list(tmp_path.iterdir())
+    assert opd.main(["--calibrate"]) == 2
+    assert "--budget budget.json: must be" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
@@ -398,8 +445,8 @@ def test_a_gpu_that_is_not_there(monkeypatch, capsys):
 
 
 def test_a_name_comes_from_the_hub_or_its_cache_within_seconds(world, monkeypatch, capsys):
-    """Only data is asked for, no pickle and no code; without network the cache answers, and what is in neither is
-    refused at once: transformers alone tries for 50 seconds."""
+    """Only data is asked for, no pickle and no code; without network the cache answers, and what is
+    in neither is refused at once: transformers alone tries for 50 seconds."""
     asked = []
 
     def info(self, name, timeout):
@@ -417,13 +464,15 @@ def test_a_name_comes_from_the_hub_or_its_cache_within_seconds(world, monkeypatc
     monkeypatch.setattr(dlc.huggingface_hub, "snapshot_download", snapshot)
     dlc.load_model("some/name", "float32", "cpu")
     assert not asked[0]["local"] and len(asked) == 1
-    for file, wanted in {"model.safetensors": 1, "model-1-of-2.safetensors": 1, "tokenizer.json": 1, "pytorch_model.bin": 0,
-                         "modeling.py": 0, "onnx/config.json": 0, "consolidated.safetensors": 0}.items():  # fmt: skip
-        how = {k: asked[0][k] for k in ("allow_patterns", "ignore_patterns")}
-        assert len(list(dlc.huggingface_hub.utils.filter_repo_objects([file], **how))) == wanted, file
+    wanted = ("model.safetensors", "model-1-of-2.safetensors", "tokenizer.json")
+    unwanted = ("pytorch_model.bin", "modeling.py", "onnx/config.json", "consolidated.safetensors")
+    how = {k: asked[0][k] for k in ("allow_patterns", "ignore_patterns")}
+    kept = dlc.huggingface_hub.utils.filter_repo_objects([*wanted, *unwanted], **how)
+    assert list(kept) == list(wanted)
     asked[:] = ["down"]
     dlc.load_model("some/name", "float32", "cpu")
     assert asked[1]["local"] and "the copy in its cache" in capsys.readouterr().out
     asked[:] = ["down"]
-    with pytest.raises(ValueError, match="--model not/cached: no such folder.*Name or service.*give the folder"):
+    told = "--model not/cached: no such folder.*Name or service.*give the folder"
+    with pytest.raises(ValueError, match=told):
         dlc.load_model("not/cached", "float32", "cpu")

@@ -15,8 +15,8 @@ import dlc
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = """correction weights kv keep-bf16 noise sync-every sync-ess lag ess-level model data
-    async max-lag steps prompts group-size minibatches micro-batch lr optimizer dtype clip cap head-k
-    max-new-tokens seed device out resume save-every bias""".split()
+    async max-lag steps prompts group-size minibatches micro-batch lr optimizer dtype clip cap
+    head-k max-new-tokens seed device out resume save-every bias""".split()
 GOOD = [json.dumps(dict(prompt=f"{i}+1=", answer=str(i + 1))) for i in range(4)]
 FILES = dict(
     broken='{"prompt": "1', missing='{"prompt": "1+1="}', array='["1+1=", "2"]', few=GOOD[0],

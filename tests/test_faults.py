@@ -1,5 +1,5 @@
-"""Kills, signals, full disks: a run ends in one line with its last good state kept, and --resume goes on from it.
-Each case is a fork of this process, which has imported everything."""
+"""Kills, signals, full disks: a run ends in one line with its last good state kept, and --resume
+goes on from it. Each case is a fork of this process, which has imported everything."""
 
 import json
 import os
@@ -18,7 +18,8 @@ import torch
 import dlc
 import opd
 
-ARGV = "--model base --out run --prompts 2 --group-size 2 --max-new-tokens 4 --lr 1e-3 --save-every 2".split()
+SMALL = "--prompts 2 --group-size 2 --max-new-tokens 4 --lr 1e-3 --save-every 2"
+ARGV = f"--model base --out run {SMALL}".split()
 
 
 @pytest.fixture
@@ -48,21 +49,26 @@ def wait_for(ready, seconds=60):
 
 def test_kill_9_at_random_moments(tmp_path):
     """`python tests/crash.py` does 50."""
-    done = subprocess.run([sys.executable, crash.__file__, "5", "0"], capture_output=True, text=True)
+    command = [sys.executable, crash.__file__, "5", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("5 kills") and "all equal bit for bit" in done.stdout
 
 
-@pytest.mark.parametrize("number, status, script", [(signal.SIGINT, 130, "dlc"), (signal.SIGTERM, 143, "dlc"), (signal.SIGTERM, 143, "opd")])
+@pytest.mark.parametrize("number, status, script", [
+    (signal.SIGINT, 130, "dlc"), (signal.SIGTERM, 143, "dlc"), (signal.SIGTERM, 143, "opd")])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(here, number, status, script):
-    main, argv = dict(dlc=(dlc.main, ARGV), opd=(opd.main, ["--student", "base", "--teacher", *ARGV[1:]]))[script]
+    main, argv = dlc.main, ARGV
+    if script == "opd":
+        main, argv = opd.main, ["--student", "base", "--teacher", *ARGV[1:]]
     long = [*argv, "--steps", "5000", "--save-every", "5000"]
     pid = crash.start(lambda: main(long))
     wait_for(lambda: Path("run/metrics.jsonl").exists() and len(steps()) >= 3)
     os.kill(pid, number)
     assert crash.end(pid) == status
     name = signal.Signals(number).name
-    assert told() == f"{script}.py: stopped by {name}; go on from its last saved step with --resume run"
+    go_on = "go on from its last saved step with --resume run"
+    assert told() == f"{script}.py: stopped by {name}; {go_on}"
     done = len(steps())
     assert torch.load("run/state.pt", weights_only=True)["step"] == done - 1 >= 2
     assert crash.end(crash.start(lambda: main(["--resume", "run", "--steps", str(done + 2)]))) == 0
@@ -99,15 +105,19 @@ def test_a_second_signal_ends_at_once_with_the_last_saved_state(here, monkeypatc
     start = time.time()
     assert crash.end(pid) == 143 and time.time() - start < 20
     assert told() == "dlc.py: stopped by SIGTERM; go on from its last saved step with --resume run"
-    assert Path("run/state.pt").read_bytes() == state and torch.load("run/state.pt", weights_only=True)["step"] == 1
+    assert Path("run/state.pt").read_bytes() == state
+    assert torch.load("run/state.pt", weights_only=True)["step"] == 1
 
 
-@pytest.mark.parametrize("method, left", [("accuracies", "no step of run was saved"), ("finish", "--resume run")])
+@pytest.mark.parametrize("method, left", [
+    ("accuracies", "no step of run was saved"), ("finish", "--resume run")])
 def test_before_the_first_step_and_after_the_last(here, monkeypatch, method, left):
-    """While the base is measured a second signal is needed; at the end, all steps saved, one is enough."""
+    """While the base is measured a second signal is needed; at the end, all steps saved, one is
+    enough."""
     slow(monkeypatch, method) if method == "accuracies" else None
     if method == "finish":
-        monkeypatch.setattr(dlc, "save_model", lambda *_: (Path("reached").touch(), time.sleep(60)))
+        stuck = lambda *_: (Path("reached").touch(), time.sleep(60))
+        monkeypatch.setattr(dlc, "save_model", stuck)
     pid = crash.start(lambda: dlc.main([*ARGV, "--steps", "2"]))
     wait_for(Path("reached").exists)
     for _ in range(2 if method == "accuracies" else 1):
@@ -136,10 +146,11 @@ def test_handlers_are_those_of_before_and_only_the_main_thread_has_any(here, cap
 
 @pytest.mark.parametrize("what", ["state", "config", "log"])
 def test_a_full_disk_ends_the_run_and_keeps_the_last_state(here, what):
-    """A real limit of the system: a file takes so many bytes and no more, so that a save, the first file of a new run
-    or a line of a log ends in its middle."""
+    """A real limit of the system: a file takes so many bytes and no more, so that a save, the first
+    file of a new run or a line of a log ends in its middle."""
     assert crash.end(crash.start(lambda: dlc.main([*ARGV, "--steps", "4"]))) == 0
-    kept, sizes = Path("run/state.pt").read_bytes(), {f.name: f.stat().st_size for f in Path("run").iterdir()}
+    kept = Path("run/state.pt").read_bytes()
+    sizes = {f.name: f.stat().st_size for f in Path("run").iterdir()}
     new = ["other" if x == "run" else x for x in ARGV]
     argv = new if what != "state" else ["--resume", "run", "--steps", "8"]
     limit = dict(state=sizes["state.pt"] - 1000, config=600, log=sizes["config.json"] + 99)[what]
@@ -155,10 +166,12 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_state(here, what):
     text = os.fdopen(out).read()
     last = text.strip().splitlines()[-1]
     assert "Traceback" not in text and "Exception ignored" not in text, text
-    assert last.startswith("dlc.py: error: ") and ("is the disk full" in last or "too large" in last), last
+    assert last.startswith("dlc.py: error: "), last
+    assert "is the disk full" in last or "too large" in last, last
     assert not [*Path("run").glob("*.tmp"), *Path(".").glob("other/*.tmp")]
     if what == "state":
-        assert last.endswith("go on from its last saved step with --resume run") and Path("run/state.pt").read_bytes() == kept
+        assert last.endswith("go on from its last saved step with --resume run")
+        assert Path("run/state.pt").read_bytes() == kept
         assert crash.end(crash.start(lambda: dlc.main(argv))) == 0 and steps() == list(range(8))
     if what == "log":
         assert last.endswith("the disk is full, make room; no step of other was saved"), last
@@ -185,7 +198,8 @@ def test_a_write_that_fails_leaves_the_file_of_before(here, monkeypatch):
     folder = Path("model")
     for text in ("one", "two"):  # a folder is exchanged whole
         dlc.write(folder, lambda new: (new.mkdir(), (new / text).write_text(text)))
-    assert os.listdir(folder) == ["two"] and sorted(os.listdir()) == ["base", "model", "x.json"]
+    assert os.listdir(folder) == ["two"]
+    assert sorted(os.listdir()) == ["base", "model", "x.json"]
 
 
 def test_a_folder_that_turns_read_only(here, monkeypatch, capsys):
@@ -205,7 +219,7 @@ def test_a_folder_that_turns_read_only(here, monkeypatch, capsys):
 
 
 def test_half_a_line_after_the_last_save(here, capsys):
-    """What a kill or a full disk leaves behind the last saved step is cut off, and temporary files go."""
+    """What a kill or a full disk leaves behind the last saved step is cut off; half files go."""
     assert dlc.main([*ARGV, "--steps", "4"]) is None
     want = crash.contents(Path("run"))
     for log in ("metrics", "samples"):
@@ -218,8 +232,11 @@ def test_half_a_line_after_the_last_save(here, capsys):
     assert all(crash.same(want[k], got[k]) for k in want)
 
 
-def test_a_calibration_goes_on_after_half_a_line_and_a_signal_says_no_resume(here, capsys, monkeypatch):
-    argv = "--student base --teacher base --prompts 2 --group-size 2 --max-new-tokens 2 --steps 2 --levels 0,1 --seeds 1".split()
+def test_a_calibration_goes_on_after_half_a_line(here, capsys, monkeypatch):
+    """And a signal in it tells of no --resume."""
+    how = ("--student base --teacher base --prompts 2 --group-size 2 --max-new-tokens 2 --steps 2 "
+           "--levels 0,1 --seeds 1")
+    argv = how.split()
     assert opd.main(["--calibrate", *argv]) == 0
     log = Path("budget-runs/runs.jsonl")
     before = log.read_text()
@@ -227,7 +244,8 @@ def test_a_calibration_goes_on_after_half_a_line_and_a_signal_says_no_resume(her
     assert opd.main(["--calibrate", *argv]) == 0 and log.read_text() == before
     capsys.readouterr()
     log.write_text("{" + before)
-    assert opd.main(["--calibrate", *argv]) == 2 and "runs.jsonl: is broken" in capsys.readouterr().err
+    assert opd.main(["--calibrate", *argv]) == 2
+    assert "runs.jsonl: is broken" in capsys.readouterr().err
     log.unlink()
 
     def stop(self, step):
@@ -244,4 +262,5 @@ def test_too_little_gpu_memory_is_one_line(here, capsys, monkeypatch):
 
     monkeypatch.setattr(dlc.Run, "draw", no_memory)
     assert dlc.main(ARGV) == 2
-    assert "CUDA out of memory. Tried to allocate 2 GiB; make --micro-batch smaller" in capsys.readouterr().err.splitlines()[-1]
+    end = capsys.readouterr().err.splitlines()[-1]
+    assert "CUDA out of memory. Tried to allocate 2 GiB; make --micro-batch smaller" in end

@@ -1,5 +1,6 @@
-"""The notebooks as files: valid, executed in order, small, and of one shape; and the bugs of notebook 6 are bugs, whose
-solutions solve them. Nothing heavy is executed here: tests/run_notebooks.py does that."""
+"""The notebooks as files: valid, executed in order, small, and of one shape; and the bugs of
+notebook 6 are bugs, whose solutions solve them. Nothing heavy is executed here:
+tests/run_notebooks.py does that."""
 
 import contextlib
 import io
@@ -23,8 +24,9 @@ def words(nb):
 
 
 def test_there_are_six():
-    assert [p.stem for p in PATHS] == ["01_three_policies", "02_quantised_sampler", "03_corrections", "04_lag_and_resync",
-                                       "05_on_policy_distillation", "06_find_the_bug"]  # fmt: skip
+    assert [p.stem for p in PATHS] == [
+        "01_three_policies", "02_quantised_sampler", "03_corrections", "04_lag_and_resync",
+        "05_on_policy_distillation", "06_find_the_bug"]
 
 
 @EACH
@@ -44,9 +46,11 @@ def test_question_prediction_what_you_can_say_exercises(path):
     nb = nbformat.read(path, 4)
     first, rest = words(nb)[0], "\n".join(words(nb)[1:])
     assert first.startswith("# ") and "Question" in first and "?" in first and "Prediction" in first
-    assert "## What you can now say" in rest and rest.index("## What you can now say") < rest.index("## Exercises")
+    at = [rest.index(title) for title in ("## What you can now say", "## Exercises")]
+    assert at == sorted(at)
     shown = "".join(o.text for c in code(nb) for o in c.outputs if o.output_type == "stream")
-    assert re.findall(r"^exercise (\d): (?:TODO|FAIL)", shown, re.M) == ["1", "2"]  # shipped unsolved
+    unsolved = re.findall(r"^exercise (\d): (?:TODO|FAIL)", shown, re.M)
+    assert unsolved == ["1", "2"]
 
 
 @EACH
@@ -83,8 +87,8 @@ def test_every_bug_fails_as_shipped_and_passes_with_its_solution(monkeypatch):
     nb = nbformat.read(ROOT / "notebooks" / "06_find_the_bug.ipynb", 4)
     tagged = {tag: c.source for c in code(nb) for tag in c.metadata.get("tags", [])}
     assert set(tagged) == {f"{kind}-{i}" for kind in ("bug", "check") for i in range(1, 8)}
-    folded = words(nb)[-1]
-    solutions = re.findall(r"<details><summary>Bug (\d)</summary>.*?```python\n(.*?)```\s*</details>", folded, re.S)
+    fold = r"<details><summary>Bug (\d)</summary>.*?```python\n(.*?)```\s*</details>"
+    solutions = re.findall(fold, words(nb)[-1], re.S)
     assert [i for i, _ in solutions] == list("1234567")
 
     names = {}

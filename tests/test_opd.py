@@ -1,4 +1,5 @@
-"""On-policy distillation: losses against sums, the direction of the KL, zero at the teacher, budgets and refusals."""
+"""On-policy distillation: losses against sums, the direction of the KL, zero at the teacher,
+budgets and refusals."""
 
 import copy
 import dataclasses
@@ -41,8 +42,8 @@ def test_full_forward_and_jsd_against_a_hand_sum():
     s, t = logits(0), logits(1)
     kept = [(s[i, j], t[i, j]) for i, j in MASK.nonzero().tolist()]
     mix = [(a.softmax(-1) + b.softmax(-1)).div(2).log() for a, b in kept]
-    want = dict(full=[hand_kl(a, b) for a, b in kept], forward=[hand_kl(b, a) for a, b in kept],
-                jsd=[(hand_kl(a, m) + hand_kl(b, m)) / 2 for (a, b), m in zip(kept, mix)])  # fmt: skip
+    want = dict(full=[hand_kl(a, b) for a, b in kept], forward=[hand_kl(b, a) for a, b in kept])
+    want["jsd"] = [(hand_kl(a, m) + hand_kl(b, m)) / 2 for (a, b), m in zip(kept, mix)]
     for loss, values in want.items():
         assert abs(float(opd.distill_loss(loss, s, t, MASK)) - sum(values) / len(values)) < 1e-9
 
@@ -77,7 +78,7 @@ def test_teacher_equal_to_student_gives_no_loss_and_no_gradient_and_another_give
 
 
 def test_sampled_with_is_has_the_expectation_of_full_under_q():
-    """O6: E_{y~q} of the IS-weighted sampled gradient is the gradient of the full KL at that prefix, exactly."""
+    """O6: E_{y~q} of the IS-weighted sampled gradient is the gradient of the full KL there."""
     V, s, t, q = 5, logits(3, 5)[0, 0], logits(4, 5)[0, 0], logits(5, 5)[0, 0].log_softmax(-1)
     live = s.clone().requires_grad_()
     full = torch.autograd.grad(opd.divergence("full", live, t), live)[0]
@@ -85,8 +86,9 @@ def test_sampled_with_is_has_the_expectation_of_full_under_q():
     one = torch.ones(1, 1, dtype=torch.bool)
     for y in range(V):
         live = s.clone().requires_grad_()
-        value = opd.distill_loss("sampled", live.view(1, 1, V), t.view(1, 1, V), one, torch.tensor([[y]]),
-                                 correction="is", logq=q[y].view(1, 1))  # fmt: skip
+        drawn, correction = torch.tensor([[y]]), dict(correction="is", logq=q[y].view(1, 1))
+        value = opd.distill_loss(
+            "sampled", live.view(1, 1, V), t.view(1, 1, V), one, drawn, **correction)
         mean += q[y].exp() * torch.autograd.grad(value, live)[0]
     assert (mean - full).abs().max() < 1e-12
     assert full.abs().max() > 1e-2
@@ -116,7 +118,8 @@ def test_refusals():
         opd.distill_loss("sampled", logits(0), logits(1), MASK)
     with pytest.raises(ValueError, match="choose one of"):
         opd.distill_loss("reverse", logits(0), logits(1), MASK)
-    for change in (dict(loss="kl"), dict(student="a"), dict(seeds=0), dict(tolerance=-1.0), dict(lag=1, sync_every=2)):
+    for change in (dict(loss="kl"), dict(student="a"), dict(seeds=0), dict(tolerance=-1.0),
+                   dict(lag=1, sync_every=2)):
         with pytest.raises(ValueError):
             opd.check(opd.Config(**change))
 
@@ -129,7 +132,7 @@ def test_falling_fit_is_the_least_squares_non_increasing_sequence():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A student of 60 supervised batches, and as its teacher a copy with every matrix moved a little."""
+    """A student of 60 supervised batches, and its teacher: a copy, every matrix moved a little."""
     root = tmp_path_factory.mktemp("pair")
     with pytest.MonkeyPatch.context() as m:
         m.chdir(root)
@@ -218,7 +221,8 @@ def test_resume_gives_the_same_numbers(here):
     opd.train(config(steps=2, out="b", save_every=2))
     again = opd.train(config(steps=4, resume="b", save_every=2))
     for x, y in zip(whole, again):
-        assert {k: v for k, v in x.items() if k not in quiet} == {k: y[k] for k in x if k not in quiet}
+        kept = set(x) - set(quiet)
+        assert {k: x[k] for k in kept} == {k: y[k] for k in kept}
 
 
 def test_teacher_equal_to_student_does_not_move_the_weights(here, monkeypatch):
@@ -248,8 +252,9 @@ def test_another_tokenizer_or_stop_token_is_refused(here, tmp_path):
         opd.load_teacher(cfg, student, tokenizer)
     other.generation_config.eos_token_id = 11
     other.save_pretrained(tmp_path / "stop"), tokenizer.save_pretrained(tmp_path / "stop")
+    cfg = dataclasses.replace(cfg, teacher=str(tmp_path / "stop"))
     with pytest.raises(ValueError, match="stop tokens"):
-        opd.load_teacher(dataclasses.replace(cfg, teacher=str(tmp_path / "stop")), student, tokenizer)
+        opd.load_teacher(cfg, student, tokenizer)
     other.generation_config.eos_token_id = 13
     other.resize_token_embeddings(16)  # a padded embedding is not a difference
     other.save_pretrained(tmp_path / "padded"), tokenizer.save_pretrained(tmp_path / "padded")
@@ -268,12 +273,13 @@ def test_budget_admission_and_recipe(here, tmp_path, capsys):
     how = ["--prompts", "8", "--group-size", "2", "--steps", "3", "--device", "cpu"]
     assert opd.main(["--admit", *how]) == 2
     assert "run python opd.py --calibrate first" in capsys.readouterr().err
-    assert opd.main(["--calibrate", "--levels", "0,2", "--seeds", "2", "--tolerance", "1", *how]) == 0
+    calibrate = ["--calibrate", "--levels", "0,2", "--seeds", "2", "--tolerance", "1", *how]
+    assert opd.main(calibrate) == 0
     budget = json.loads((tmp_path / "budget.json").read_text())
     assert budget["censored"] and budget["budget"] == max(r["mismatch"] for r in budget["curve"])
     assert (tmp_path / "budget.png").stat().st_size > 1000
     before = (tmp_path / "budget-runs" / "runs.jsonl").read_text()
-    assert opd.main(["--calibrate", "--levels", "0,2", "--seeds", "2", "--tolerance", "1", *how]) == 0
+    assert opd.main(calibrate) == 0
     assert (tmp_path / "budget-runs" / "runs.jsonl").read_text() == before  # nothing ran twice
     capsys.readouterr()
 
@@ -347,7 +353,7 @@ def test_admission_adds_the_lag_reads_keep_and_measures_each_source_alone(calibr
     fits = lambda lag: opd.admit(dataclasses.replace(cfg, lag=lag), limit)["admitted"]
     assert [fits(lag) for lag in (None, 0, 2, 3)] == [True, True, False, False]  # 3: never measured
     falls = opd.admit(dataclasses.replace(cfg, lag=2), budget | dict(lag={"1": 0.3, "2": 0.1}))
-    assert falls["by_source"]["lag"] == 0.3  # the worst on the way, or a longer lag would be admitted sooner
+    assert falls["by_source"]["lag"] == 0.3  # the worst on the way: else a longer lag is cheaper
     keep = "model.layers.0,model.layers.1,model.layers.2"
     kept = opd.admit(dataclasses.replace(cfg, noise=0.0, keep_bf16=keep), budget)
     assert kept["by_source"]["weights"] == alone() and kept["mismatch"] == parts["kv"]
@@ -426,7 +432,8 @@ def test_capacity_is_1_93x_with_one_of_28_layers_kept(capsys, tmp_path):
     rows = opd.capacity(opd.Config(capacity=1.0))
     assert rows[0][1] == 28 * 2 * 8 * 128 * 2 and rows[0][2] == 2**30 // rows[0][1]
     assert abs(rows[2][3] - 2 * 28 / 29) < 1e-3 and 1.99 < rows[1][3] <= 2
-    transformers.LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, head_dim=32).save_pretrained(tmp_path)
+    llama = transformers.LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, head_dim=32)
+    llama.save_pretrained(tmp_path)
     byte = 3 * 2 * 2 * 32  # a token in FP8; room for 1000, less the scales
     cfg = opd.Config(capacity=1000 * byte / 2**30, student=str(tmp_path))
     cfg = dataclasses.replace(cfg, keep_bf16="model.layers.0.kv")
@@ -442,7 +449,8 @@ def test_capacity_is_1_93x_with_one_of_28_layers_kept(capsys, tmp_path):
 
 def test_readme_commands_parse():
     text = (Path(opd.__file__).parent / "README.md").read_text()
-    commands = [line.split("#")[0].split()[2:] for line in text.splitlines() if line.startswith("python opd.py")]
+    lines = [line for line in text.splitlines() if line.startswith("python opd.py")]
+    commands = [line.split("#")[0].split()[2:] for line in lines]
     assert len(commands) >= 7
     for argv in commands:
         dlc.parse(opd.Config, argv, "", opd.UNUSED)
@@ -457,7 +465,7 @@ def test_every_option_has_its_help(capsys):
 
 
 def padded(folder, to, size):
-    """A copy of the model in `folder` whose embedding is padded with zero rows, as vocabularies are."""
+    """A copy of the model in `folder`, its embedding padded with zero rows, as vocabularies are."""
     model, tokenizer = dlc.load_model(folder, "float32", "cpu")
     model.resize_token_embeddings(size)
     with torch.no_grad():
@@ -468,11 +476,14 @@ def padded(folder, to, size):
 
 @pytest.mark.parametrize("loss", ["full", "sampled"])
 def test_padding_of_a_vocabulary_is_no_difference(here, tmp_path, loss):
-    """Teacher = student but for padding of either head: no loss; a drawn padding token drops its response."""
-    how = dict(steps=1, loss=loss, data=None, weights="bf16", kv="bf16", optimizer="sgd", max_new_tokens=4, prompts=16)
+    """Teacher = student but for padding of either head: no loss; a drawn padding token drops its
+    response."""
+    how = dict(steps=1, loss=loss, data=None, weights="bf16", kv="bf16", optimizer="sgd",
+               max_new_tokens=4, prompts=16)
     teacher = padded(here[0], tmp_path / "t", 16)
     rows = opd.train(config(student=str(here[0]), teacher=teacher, out="a", **how))
-    assert abs(rows[0]["teacher_kl"]) < 1e-5 and rows[0]["grad_norm"] < 1e-4 and rows[0]["dropped"] == 0
+    assert abs(rows[0]["teacher_kl"]) < 1e-5 and rows[0]["grad_norm"] < 1e-4
+    assert rows[0]["dropped"] == 0
     rows = opd.train(config(student=teacher, teacher=str(here[0]), out="b", **how))
     assert rows[0]["dropped"] > 0 and math.isfinite(rows[0]["teacher_kl"])
 

@@ -196,7 +196,8 @@ def test_format_none_records_the_models_own_distribution(name):
     s, sizes = TorchSampler(model, "none", "none", rows=4), set()
     s.stale.base_model.register_forward_hook(lambda body, args, out: sizes.add(len(args[0])))
     r = s.sample(PROMPTS, 9, seed=0)  # scored in the trainer's micro-batches, to round alike
-    assert torch.equal(token_logps(model, r, rows=4), r.logp_stale) and sizes == {2, 3, 4}  # rows, or fewer prompts
+    assert torch.equal(token_logps(model, r, rows=4), r.logp_stale)
+    assert sizes == {2, 3, 4}  # rows, or fewer prompts
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -238,7 +239,8 @@ def test_the_one_scale_orders_the_formats():
     draw = lambda *f: TorchSampler(model, *f, stop_ids=[]).sample([[3, 4]] * 64, 12, seed=0)
     kl = lambda *f: scale_of(draw(*f))["kl"]
     bf16, fp8 = kl("bf16", "bf16"), kl("fp8", "fp8")
-    assert abs(kl("none", "none")) < 1e-7 and bf16 > 1e-6  # float32 rounds log-probs by 1e-7; bfloat16 is a real discrepancy
+    assert abs(kl("none", "none")) < 1e-7  # how float32 rounds log-probs
+    assert bf16 > 1e-6  # a real discrepancy
     assert fp8 > 3 * bf16 and kl("int2", "bf16") > 10 * fp8
     assert kl("none", "fp8_e5m2") > kl("none", "fp8") > kl("none", "bf16") > 1e-7
 
@@ -344,14 +346,18 @@ def test_gradient_is_that_of_log_softmax(name, head, monkeypatch):
 
 
 def test_a_prompt_is_read_once_for_all_its_responses():
-    model, prompts, rows = tiny("mistral", F64), [[3, 4, 5, 6, 7]] * 4 + [[8], [0, 8], [8]], []  # 0 pads too: 8 is not 0 8
+    model, rows = tiny("mistral", F64), []
+    prompts = [[3, 4, 5, 6, 7]] * 4 + [[8], [0, 8], [8]]  # 0 pads too: 8 is not 0 8
     r = TorchSampler(model, "none", "none", stop_ids=[]).sample(prompts, 6, seed=0)
     with torch.no_grad():
         close(token_logps(model, r), at(full(model, r), r), 1e-6)
-        hook = model.get_input_embeddings().register_forward_hook(lambda _, ids, out: rows.append(tuple(ids[0].shape)))
-        token_logps(model, r), token_logps(model, replace(r, tokens=r.tokens[:, :6], mask=r.mask[:, :1]))
+        first = replace(r, tokens=r.tokens[:, :6], mask=r.mask[:, :1])  # a token each
+        hook = model.get_input_embeddings().register_forward_hook(
+            lambda _, ids, out: rows.append(tuple(ids[0].shape)))
+        token_logps(model, r), token_logps(model, first)
         hook.remove()
-    assert rows == [(3, 5), (7, 5), (3, 5)]  # three prompts of 5, then 5 inputs a response; a lone token needs no second pass
+    # Three prompts of 5, then 5 inputs a response; a lone token needs no second pass.
+    assert rows == [(3, 5), (7, 5), (3, 5)]
 
 
 def test_a_frozen_head_gets_no_gradient_and_none_is_computed():
@@ -414,7 +420,8 @@ def test_models_and_arguments_it_cannot_serve_are_refused():
     capped = hf.Gemma2Config(**COMMON | QWEN | dict(final_logit_softcapping=2.0))
     with pytest.raises(ValueError, match="Gemma2"):
         S.check_head(hf.AutoModelForCausalLM.from_config(capped))
-    conv = hf.Lfm2Config(**COMMON | LLAMA | dict(layer_types=["conv", "full_attention"]))  # a state, which left padding would change
+    layers = ["conv", "full_attention"]  # a convolution's state, which left padding would change
+    conv = hf.Lfm2Config(**COMMON | LLAMA | dict(layer_types=layers))
     for kv in ("none", "bf16", "fp8"):
         with pytest.raises(ValueError, match="Lfm2ForCausalLM: has layers without KV"):
             TorchSampler(hf.AutoModelForCausalLM.from_config(conv).eval(), "none", kv)

@@ -1,5 +1,6 @@
-"""Nothing from outside is run: no pickle, no model code, no shell, no evaluation, no path followed out of data. What
-pickles and model code do when they are tried is in test_bad_input.py: a line, and no PWNED folder."""
+"""Nothing from outside is run: no pickle, no model code, no shell, no evaluation, no path followed
+out of data. What pickles and model code do when they are tried is in test_bad_input.py: a line,
+and no PWNED folder."""
 
 import ast
 import json
@@ -11,9 +12,10 @@ import dlc
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [ROOT / x for x in ("dlc.py", "opd.py", "sampler.py", "notebooks/experiments.py")]
-BUILTINS = {"eval", "exec", "compile", "__import__"}  # as bare names; model.eval and re.compile are others
-BANNED = {"pickle", "cPickle", "dill", "joblib", "marshal", "shelve", "yaml", "system", "popen", "shell", "import_module",
-          "execv", "execve", "spawnl", "hub"}  # as a module, an attribute or an argument  # fmt: skip
+BUILTINS = {"eval", "exec", "compile", "__import__"}  # as bare names: model.eval is another
+# As a module, an attribute or an argument:
+BANNED = {"pickle", "cPickle", "dill", "joblib", "marshal", "shelve", "yaml", "system", "popen",
+          "shell", "import_module", "execv", "execve", "spawnl", "hub"}
 
 
 def faults(source):
@@ -49,9 +51,12 @@ def test_no_script_can_run_what_it_reads(path):
 
 
 @pytest.mark.parametrize("line", [
-    "eval(x)", "exec(x)", "__import__(x)", "import pickle", "from joblib import load", "torch.load(x)", "torch.load(x, weights_only=False)",
-    "A.from_pretrained(x)", "A.from_pretrained(x, trust_remote_code=True)", "AutoModel.from_pretrained(x, trust_remote_code=False)",
-    "os.system(x)", "subprocess.run(x, shell=True)", "importlib.import_module(x)", "torch.hub.load(x)", "yaml.load(x)"])  # fmt: skip
+    "eval(x)", "exec(x)", "__import__(x)", "import pickle", "from joblib import load",
+    "torch.load(x)", "torch.load(x, weights_only=False)", "A.from_pretrained(x)",
+    "A.from_pretrained(x, trust_remote_code=True)",
+    "AutoModel.from_pretrained(x, trust_remote_code=False)",
+    "os.system(x)", "subprocess.run(x, shell=True)", "importlib.import_module(x)",
+    "torch.hub.load(x)", "yaml.load(x)"])
 def test_the_walk_finds_what_it_is_for(line):
     assert faults(line)
 
@@ -60,11 +65,14 @@ def test_a_path_in_data_or_in_a_recipe_is_text(tmp_path, monkeypatch):
     """Only the file that the command line names is opened."""
     monkeypatch.chdir(tmp_path)
     Path("secret.json").write_text(json.dumps(dict(model=1, keep_bf16=["secret"])))
-    Path("data.jsonl").write_text(json.dumps(dict(prompt="@secret.json", answer="file:secret.json", data="secret.json")))
-    Path("recipe.json").write_text(json.dumps(dict(model=1, keep_bf16=["@secret.json", "../secret.json"], weights="secret.json")))
+    row = dict(prompt="@secret.json", answer="file:secret.json", data="secret.json")
+    Path("data.jsonl").write_text(json.dumps(row))
+    recipe = dict(model=1, keep_bf16=["@secret.json", "../secret.json"], weights="secret.json")
+    Path("recipe.json").write_text(json.dumps(recipe))
     opened, read = [], Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: opened.append(self.name) or read(self))
-    monkeypatch.setattr(Path, "read_text", lambda self: opened.append(self.name) or read(self).decode())
+    note = lambda path: opened.append(path.name) or read(path)
+    monkeypatch.setattr(Path, "read_bytes", note)
+    monkeypatch.setattr(Path, "read_text", lambda path: note(path).decode())
     assert dlc.read_data("data.jsonl") == [dict(prompt="@secret.json", answer="file:secret.json")]
     assert dlc.keep_list("@recipe.json", None) == ["@secret.json", "../secret.json"]
     assert "secret.json" not in opened and set(opened) == {"data.jsonl", "recipe.json"}

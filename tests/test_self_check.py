@@ -1,4 +1,4 @@
-"""sampler.py --check: an honest sampler passes; each way of being broken is caught, and named in words."""
+"""check_engine.py: an honest sampler passes; each way of being broken is caught and named."""
 
 import json
 import shutil
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+import check_engine as C
 import dlc
 import sampler as S
 
@@ -27,19 +29,21 @@ def model(folder):
 
 
 def wrong(model, kind=S.TorchSampler, *formats):
-    return {what: bad for what, _, bad in S.self_check(model, kind, *formats) if bad}
+    return {what: bad for what, _, bad in C.self_check(model, kind, *formats) if bad}
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp8"), ("none", "none"), ("int4", "fp8_e5m2")])
 def test_an_honest_sampler_passes(model, formats):
     before = {n: p.clone() for n, p in model.named_parameters()}
-    rows = list(S.self_check(model, S.TorchSampler, *formats))
+    rows = list(C.self_check(model, S.TorchSampler, *formats))
     assert not [r for r in rows if r[2]], rows
     number = {what.split(":")[0].split(",")[0]: x for what, x, _ in rows}
     assert 0 <= number["floor"] < 1e-5 and number["engine unquantised"] < 1e-5
     assert abs(number["temperature"]) < 4 and 0.9 < number["head mass Q_H"] < 1.001
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-    assert len({w for w, *_ in rows}) == len(rows) and any(w.startswith("weights %s, KV %s:" % formats) for w, *_ in rows)
+    names = [what for what, *_ in rows]
+    assert len(set(names)) == len(names)
+    assert any(what.startswith("weights %s, KV %s:" % formats) for what in names)
 
 
 class Deaf(S.TorchSampler):  # a sync that does nothing
@@ -47,7 +51,7 @@ class Deaf(S.TorchSampler):  # a sync that does nothing
         super().sync(model, version) if version == 0 else setattr(self, "version", version)
 
 
-class Half(S.TorchSampler):  # a sync that leaves the output head, tied, behind, as vLLM's reload did on a CPU
+class Half(S.TorchSampler):  # a sync leaves the tied head behind, as vLLM's reload did on a CPU
     def _load(self):
         head = self.engine.get_output_embeddings()
         kept = head.weight.detach().clone()
@@ -68,7 +72,7 @@ class Cold(S.TorchSampler):  # temperature 0.7: the last norm's gain multiplies 
         self.engine.model.norm.weight.data /= 0.7
 
 
-class ColdRaw(Cold):  # ... and log-probs from before the temperature: the ratio looks right, the draws are not
+class ColdRaw(Cold):  # ... and log-probs from before the temperature: the ratio looks right
     def sample(self, *args, **how):
         r = super().sample(*args, **how)
         r.logq, r.head_logq = r.logp_stale.clone(), r.head_logp_stale.clone()
@@ -105,8 +109,9 @@ class Lost(S.TorchSampler):
 class Zero(S.TorchSampler):  # the stop token comes with a made-up log-prob of 0
     def sample(self, *args, **how):
         r = super().sample(*args, **how)
-        last = torch.arange(r.mask.shape[1]) == r.mask.sum(1, keepdim=True) - 1
-        r.logq = r.logq.where(~(last & torch.isin(r.tokens[:, -r.mask.shape[1] :], self.stop_ids)), 0.0)
+        T = r.mask.shape[1]
+        last = torch.arange(T) == r.mask.sum(1, keepdim=True) - 1
+        r.logq = r.logq.where(~(last & torch.isin(r.tokens[:, -T:], self.stop_ids)), 0.0)
         return r
 
 
@@ -144,16 +149,34 @@ class Copied(S.TorchSampler):  # logp_stale is the engine's own log-prob
         return r
 
 
+class Dropped(S.TorchSampler):  # a response whose log-probs were not finite arrives masked out
+    def sample(self, *args, **how):
+        r = super().sample(*args, **how)
+        r.mask[3] = False
+        return r
+
+
 @pytest.mark.parametrize("kind, what, words", [
-    (Deaf, "sync 1", "does not hold the weights"), (Half, "sync 1", "does not hold the weights"), (Undated, "sync 1", "version [0], not 1"),
-    (Cold, "engine unquantised", "temperature 0.7"), (ColdRaw, "temperature", "a temperature below 1"), (Hot, "temperature", "above 1"),
-    (Shifted, "engine unquantised", "token before it: shifted by one"), (Late, "engine unquantised", "token after it: shifted by one"),
-    (Lost, "engine unquantised", "missing, inf or NaN"), (Unstopped, "responses that", "without its stop token"),
-    (Zero, "responses that", "without its stop token"), (Endless, "responses that", "goes on after its stop"),
-    (Headless, "head mass", "not the 14 likeliest"), (Ignorant, "weights fp8, KV bf16", "the engine ignores the format"),
-    (Copied, "its unquantised copy", "logp_stale is not")])  # fmt: skip
+    (Deaf, "sync 1", "does not hold the weights"),
+    (Half, "sync 1", "does not hold the weights"),
+    (Undated, "sync 1", "version [0], not 1"),
+    (Cold, "engine unquantised", "temperature 0.7"),
+    (ColdRaw, "temperature", "a temperature below 1"),
+    (Hot, "temperature", "above 1"),
+    (Shifted, "engine unquantised", "token before it: shifted by one"),
+    (Late, "engine unquantised", "token after it: shifted by one"),
+    (Lost, "engine unquantised", "missing, inf or NaN"),
+    (Dropped, "engine unquantised", "missing, inf or NaN"),
+    (Unstopped, "responses that", "without its stop token"),
+    (Zero, "responses that", "without its stop token"),
+    (Endless, "responses that", "goes on after its stop"),
+    (Headless, "head mass", "not the 14 likeliest"),
+    (Ignorant, "weights fp8, KV bf16", "the engine ignores the format"),
+    (Copied, "its unquantised copy", "logp_stale is not"),
+])
 def test_a_broken_sampler_is_caught(model, kind, what, words):
-    number, bad = next((number, bad) for w, number, bad in S.self_check(model, kind) if w.startswith(what))
+    rows = C.self_check(model, kind)
+    number, bad = next((number, bad) for w, number, bad in rows if w.startswith(what))
     assert words in bad, (number, bad)
 
 
@@ -162,34 +185,62 @@ def test_formats_too_far_from_the_trainer_and_a_model_without_a_stop(model):
     assert list(found) == ["weights int2, KV bf16: KL(q || p), nats a token"]
     model.generation_config.eos_token_id, model.config.eos_token_id = None, None
     try:
-        assert "name eos_token_id" in next(bad for what, _, bad in S.self_check(model) if what == "stop tokens known")
+        assert "name eos_token_id" in wrong(model)["stop tokens known"]
     finally:
         model.generation_config.eos_token_id, model.config.eos_token_id = 13, 13
 
 
+def test_a_forward_that_depends_on_the_length_shows_at_that_length(folder):
+    """LongRoPE turns every key by other angles once a sequence is longer than its switch: a sampler
+    that keeps keys in its cache is right below the switch and wrong above."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.max_position_embeddings = 4096
+    config.rope_parameters = dict(
+        rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=40, factor=8.0,
+        short_factor=[1.0] * 16, long_factor=[8.0] * 16)
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    model.tie_weights()
+    short, long = (list(C.self_check(model, S.TorchSampler, "none", "none", n)) for n in (16, 48))
+    assert not [r for r in short if r[2]], short
+    assert "not those of the drawn tokens" in dict((w, b) for w, _, b in long)[
+        "engine unquantised, mean |d log p|"], long
+
+
 def test_status_words_and_bad_input(folder, model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    how = ["--check", "--model", str(folder)]
-    assert S.main(how) == 0
+    how = ["--model", str(folder)]
+    assert C.main(how) == 0
     out, err = capsys.readouterr()
     assert out.endswith("engine and trainer agree\n") and err == "" and out.count("  ok\n") == 13
-    monkeypatch.setattr(S, "TorchSampler", Deaf)
-    assert S.main(how) == 3 and capsys.readouterr().out.endswith("of these are wrong: engine and trainer do not agree\n")
+    monkeypatch.setattr(C, "TorchSampler", Deaf)
+    assert C.main(how) == 3
+    told = "of these are wrong: engine and trainer do not agree\n"
+    assert capsys.readouterr().out.endswith(told)
     shutil.copytree(folder, "nan")
     weights = load_file("nan/model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, "nan/model.safetensors", dict(format="pt"))
     monkeypatch.setitem(sys.modules, "vllm", None)
-    for argv, words in (([], "--check"), (["--check", "--weights", "fp4"], "fp4 nvfp4"), (["--check", "--kv", "int8"], "int8 fp8_e5m2"),
-                        (["--check", "--stepz"], "--stepz"), (["--check", "--model", "none"], "--model none"), (["--check", "--model"], "--model"),
-                        (["--check", "--model", "nan"], "model.norm.weight"), ([*how, "--sampler", "vllm"], "pip install vllm")):  # fmt: skip
-        assert S.main(argv) == 2, argv
+    for argv, words in (
+        (["--weights", "fp4"], "fp4 nvfp4"), (["--kv", "int8"], "int8 fp8_e5m2"),
+        (["--stepz"], "--stepz"), (["--max-new-tokens", "many"], "--max-new-tokens many"),
+        ([*how, "--max-new-tokens", "53"], "--max-new-tokens 53 at most 52"),
+        ([*how, "--max-new-tokens", "3"], "--max-new-tokens 3"),
+        (["--model", "none"], "--model none"), (["--model"], "--model"),
+        (["--model", "nan"], "model.norm.weight"),
+        ([*how, "--sampler", "vllm"], "pip install vllm"),
+    ):
+        assert C.main(argv) == 2, argv
         out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1 and err.startswith("sampler.py: error:") and all(w in err for w in words.split()), err
+        assert out == "" and err.count("\n") == 1, (out, err)
+        assert err.startswith("check_engine.py: error:"), err
+        assert all(w in err for w in words.split()), err
 
 
 def test_as_a_process(folder, tmp_path):
-    done = subprocess.run([sys.executable, ROOT / "sampler.py", "--check", "--model", folder, "--kv", "none"],
-                          cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
+    script = ROOT / "tests" / "check_engine.py"
+    command = [sys.executable, script, "--model", folder, "--kv", "none"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "weights fp8, KV none: KL" in done.stdout, done.stderr
     assert not list(tmp_path.iterdir()) and json.loads((folder / "config.json").read_text())

