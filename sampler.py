@@ -42,7 +42,10 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, rnn, vector_to_parameters
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 # --------------------------------------------------------------------------------------------------
@@ -166,6 +169,24 @@ class NarrowKV(DynamicLayer):
     def update(self, keys, values, *args, **kwargs):  # (B, heads, new tokens, head size)
         super().update(self.store(keys, self.scale[0]), self.store(values, self.scale[1]))
         return tuple(self.load(*x, keys.dtype) for x in zip((self.keys, self.values), self.scale))
+
+
+def grouped_attention(module, query, key, value, attention_mask, **how):
+    """sdpa for the narrow copy. In decode each row asks one query, and the query heads that share a
+    K and V are shown to torch as so many positions of one head; the library would copy K and V for
+    each of them. Prefill, and a mask or bias of each head's own, are left to the library."""
+    (B, heads, length, size), shared = query.shape, key.shape[1]
+    own = attention_mask is not None and attention_mask.shape[1] > 1
+    if length > 1 or own or how.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+    query = query.reshape(B, shared, heads // shared, size)
+    scale = how.get("scaling")
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale)
+    return out.reshape(B, 1, heads, -1), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -409,6 +430,8 @@ class TorchSampler:
         self.engine = copy.deepcopy(self.stale)
         for p in self.engine.parameters():  # parameters only: rotary tables stay in float32
             p.data = p.data.to(self.dtype)
+        if self.engine.config.get_text_config()._attn_implementation == "sdpa":  # not its own
+            self.engine.set_attn_implementation("grouped")
         for name in self.narrow:
             bias = self.engine.get_submodule(name).bias
             self.engine.set_submodule(name, NarrowLinear(bias, self.weights))
@@ -492,7 +515,7 @@ class TorchSampler:
         attention, length = attention[group], length[group]
         alive, drawn = torch.ones(B, dtype=torch.bool, device=self.device), []
         for t in range(max_new_tokens):
-            cumulative = logq.exp().cumsum(-1, dtype=torch.float64)
+            cumulative = logq.exp().double().cumsum_(-1)
             y = torch.searchsorted(cumulative, u[:, t] * cumulative[:, -1:], right=True)  # (B, 1)
             y = logq.argmax(-1, keepdim=True) if greedy else y.clamp_max(logq.shape[-1] - 1)
             head_logq, head_ids = logq.topk(self.head_k)
