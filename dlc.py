@@ -351,7 +351,7 @@ def train(cfg):
                         num_tokens=int(rollout.mask[mini].sum()))  # fmt: skip
                     loss.backward()
                     stats.append(stat)
-                norms.append(run.update())
+                norms.append(update(model, run.optimizer))
 
             # 4. Measure both gaps and the ESS, on the batch as it was before its first update.
             fresh = [torch.cat(x) for x in zip(*seen)] if fresh is None else fresh
@@ -369,6 +369,27 @@ def train(cfg):
                            "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}"
                            .format(**row))  # fmt: skip
         return run.finish(f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
+
+
+def update(model, optimizer):
+    """One optimizer step; the gradient's norm. A gradient that is not finite moves nothing."""
+    params = [p for p in model.parameters() if p.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in params]))
+    if norm < float("inf"):
+        optimizer.step()
+        if not torch.nn.utils.get_total_norm(params) < float("inf"):
+            raise ValueError("--lr: a step took the weights to inf or NaN; make it smaller")
+    optimizer.zero_grad()
+    return norm
+
+
+def due(cfg, row, latest):
+    """Why the weights of after this step are to be published, or None; latest: those now due."""
+    share = row["ess" if cfg.ess_level == "sequence" else "ess_token"]
+    if cfg.sync_every and row["step"] + 1 - latest >= cfg.sync_every:
+        return f"every {cfg.sync_every}"
+    if share < (cfg.sync_ess or 0):
+        return f"ess {share:.3f} < {cfg.sync_ess}"
 
 
 def check(cfg):
@@ -409,8 +430,7 @@ def check(cfg):
 
 def autocast(cfg):
     """The context of a run's forwards. No cache: it would keep a weight's cast past its update."""
-    device = torch.device(cfg.device).type
-    on = cfg.dtype == "bfloat16"
+    device, on = torch.device(cfg.device).type, cfg.dtype == "bfloat16"
     return torch.autocast(device, torch.bfloat16, enabled=on, cache_enabled=False)
 
 
@@ -484,44 +504,24 @@ class Run:
         ids = [row["ids"] for row in self.batch(step)]
         return ids, self.cfg.max_new_tokens, self.cfg.seed * 1_000_003 + step
 
-    def update(self):
-        """One optimizer step; the gradient's norm. A gradient that is not finite moves nothing."""
-        params = [p for p in self.model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in params]))
-        if norm < float("inf"):
-            self.optimizer.step()
-            if not torch.nn.utils.get_total_norm(params) < float("inf"):
-                raise ValueError(f"--lr {self.cfg.lr}: a step took the weights to inf or NaN")
-        self.optimizer.zero_grad()
-        return norm
-
-    def due(self, row):
-        """Why the weights of after this step are to be published, or None."""
-        age = row["step"] + 1 - self.sampler.queue[-1][0]
-        share = row["ess" if self.cfg.ess_level == "sequence" else "ess_token"]
-        if self.cfg.sync_every and age >= self.cfg.sync_every:
-            return f"every {self.cfg.sync_every}"
-        if share < (self.cfg.sync_ess or 0):
-            return f"ess {share:.3f} < {self.cfg.sync_ess}"
-
     def end_step(self, row, rollout, batch, graded):
         """The end of a step, which dlc.py and opd.py share: sync by the rules, log the step and one
         of its samples at once, save every --save-every steps."""
-        step, (rewards, texts, stopped), reason = row["step"], graded, self.due(row)
-        synced = self.sampler.advance(step, self.model, publish=reason is not None)
-        now, syncs = time.perf_counter(), self.rows[-1]["syncs"] if self.rows else 0
-        row |= dict(synced=synced, sync_reason=reason, syncs=syncs + synced,
-                    dropped=int((~rollout.mask.any(1)).sum()), kv_scales=self.sampler.kv_scales,
-                    truncated=1 - sum(stopped) / len(batch), seconds_sample=self.sampler.seconds,
-                    seconds_wait=self.sampler.waited,
-                    seconds_train=now - self.ended - self.sampler.waited,
-                    tokens_per_second=row["tokens"] / (now - self.ended),
-                    sample={k: batch[0][k] for k in ("prompt", "answer")})  # fmt: skip
-        row["sample"] |= dict(completion=texts[0], reward=rewards[0])
-        if step == 0:
-            row |= self.before
+        step, (rewards, texts, stopped), sampler = row["step"], graded, self.sampler
+        reason = due(self.cfg, row, latest=sampler.queue[-1][0])
+        synced = sampler.advance(step, self.model, publish=reason is not None)
+        seconds = time.perf_counter() - self.ended
+        row |= dict(synced=synced, sync_reason=reason,
+                    syncs=synced + sum(r["synced"] for r in self.rows), kv_scales=sampler.kv_scales,
+                    truncated=1 - sum(stopped) / len(batch), seconds_sample=sampler.seconds,
+                    dropped=int((~rollout.mask.any(1)).sum()), seconds_wait=sampler.waited,
+                    seconds_train=seconds - sampler.waited,
+                    tokens_per_second=row["tokens"] / seconds,
+                    sample=dict(prompt=batch[0]["prompt"], answer=batch[0]["answer"],
+                                completion=texts[0], reward=rewards[0]))  # fmt: skip
+        row |= self.before if step == 0 else {}
         if step + 1 == self.cfg.steps:
-            self.sampler.sampler.sync(self.model, self.cfg.steps)
+            sampler.sampler.sync(self.model, self.cfg.steps)
             row |= self.before | self.accuracies()
         elif self.cfg.eval_every and (step + 1) % self.cfg.eval_every == 0:
             row["accuracy"] = self.accuracies()["accuracy"]
@@ -530,7 +530,7 @@ class Run:
         self.rows.append(row)
         print(json.dumps(row), file=self.log, flush=True)
         if (step + 1) % self.cfg.save_every == 0 or step + 1 == self.cfg.steps:
-            state = dict(rows=self.rows, queue=[*self.sampler.queue], model=self.model.state_dict(),
+            state = dict(rows=self.rows, queue=[*sampler.queue], model=self.model.state_dict(),
                          optimizer=self.optimizer.state_dict())  # fmt: skip
             write(self.folder / "state.pt", lambda new: torch.save(state, new))
         self.ended = time.perf_counter()
