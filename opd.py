@@ -71,9 +71,8 @@ def divergence(loss, student_logits, teacher_logits, k=8):
 def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8,
                  correction="reinforce", logq=None, **policies):
     """Mean over the tokens of `mask` of one of the losses; logits (B, T, V), tokens, logq (B, T).
-    `sampled` needs tokens, and whatever `correction` looks at (policy_loss).
-
-    ValueError: unequal vocabularies, no such loss, no tokens for `sampled`."""
+    `sampled` needs tokens, and whatever `correction` looks at (policy_loss). ValueError: unequal
+    vocabularies, no such loss, no tokens for `sampled`."""
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"student and teacher logits are {tuple(student_logits.shape)} and "
                          f"{tuple(teacher_logits.shape)}; cut both to the real vocabulary")
@@ -96,9 +95,8 @@ class ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k):
-        total = hidden.new_zeros((), dtype=torch.float32)
         rows = max(1, LinearLogps.CHUNK // (3 * len(weight)))
-        d_hidden = torch.empty_like(hidden)
+        total, d_hidden = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
         for i in range(0, len(hidden), rows):
             n = slice(i, i + rows)
@@ -116,10 +114,6 @@ class ChunkedDivergence(torch.autograd.Function):
     def backward(ctx, grad):
         d_hidden, d_weight = ctx.saved_tensors
         return d_hidden * grad, d_weight * grad, None, None, None, None
-
-
-# --------------------------------------------------------------------------------------------------
-# The options and the loop.
 
 
 @dataclass
@@ -184,8 +178,7 @@ def train(cfg):
     with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}") as run:
         exact = TorchSampler(teacher, "none", "none")
         run.before["accuracy_teacher"] = dlc.accuracy(exact, run.held_out, tokenizer, cfg)
-        print(f"{run.folder}: {cfg.loss}; {cfg.sampler} sampler on {cfg.device}, weights "
-              f"{cfg.weights}, KV {cfg.kv}")
+        print(f"{run.folder}: {cfg.loss}, {cfg.sampler} sampler, {cfg.weights}, KV {cfg.kv}")
         print(" step version  KL to teacher  reward  discrepancy      lag    ESS  syncs  tokens/s")
         done = len(run.rows)
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
@@ -291,9 +284,10 @@ def within(curve, tolerance):
 
 def trained(cfg, folder, **how):
     """Rows of a training run by `cfg`, changed as `how` says: of one in `folder`, or made now."""
+    wanted = fingerprint(cfg) | dict(weights="bf16", kv="bf16", sync_every=1) | how
     for run in (model.parent for model in folder.glob("*/model")):  # written when all is done
         made = json.loads((run / "config.json").read_text())
-        if all(made[k] == v for k, v in (fingerprint(cfg) | how).items()):
+        if all(made.get(k) == v for k, v in wanted.items()):
             return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     out = str(folder / str(time.time_ns()))
     return train(replace(cfg, out=out, save_every=cfg.steps, **how))
@@ -301,7 +295,7 @@ def trained(cfg, folder, **how):
 
 def calibrate(cfg):
     """Train at every noise level and seed, and find the largest mismatch that still costs at most
-    `tolerance`. A run that was made once is not made again. ValueError: levels without 0.
+    `tolerance`. A run that was made once is not made again. Level 0, the clean run, is always one.
 
     Returns and writes the budget: `for` (fingerprint), `curve` (a row a level: noise, mismatch of
     the untrained student, quality of each seed, fitted), `lag` (steps -> mismatch), `budget` in
@@ -309,15 +303,12 @@ def calibrate(cfg):
     folder = Path(cfg.out or f"{Path(cfg.budget).with_suffix('')}-runs")
     cfg = check(replace(cfg, weights="bf16", kv="bf16", out=None, lag=None, sync_every=1,
                         sync_ess=None, async_=False))
-    levels = sorted(float(x) for x in cfg.levels.split(","))
-    if levels[0] != 0:
-        raise ValueError(f"--levels {cfg.levels}: 0, the clean run, must be the least of them")
+    levels = sorted({0.0} | {float(x) for x in cfg.levels.split(",")})
     model, data = untrained(cfg)
-    curve = []
-    for n in tqdm(levels, desc="calibrate", disable=None):
-        runs = [trained(cfg, folder, noise=n, seed=i, sync_every=1) for i in range(cfg.seeds)]
-        curve.append(dict(noise=n, mismatch=probe(cfg, model, data, noise=n),
-                          quality=[rows[-1]["accuracy"] for rows in runs]))
+    curve = [dict(noise=n, mismatch=probe(cfg, model, data, noise=n)) for n in levels]
+    for row in tqdm(curve, desc="calibrate", disable=None):
+        runs = [trained(cfg, folder, noise=row["noise"], seed=i) for i in range(cfg.seeds)]
+        row["quality"] = [rows[-1]["accuracy"] for rows in runs]
     # What a lag of D steps costs: the gap after D updates in a clean run that never syncs.
     late = trained(cfg, folder, seed=cfg.seed, noise=0.0, steps=min(cfg.steps, 33), sync_every=0)
     budget, censored = within(curve, cfg.tolerance)
@@ -330,7 +321,6 @@ def calibrate(cfg):
 
 def admit(cfg, budget):
     """Is the rollout configuration of `cfg` within `budget` (of `calibrate`)? Nothing is trained.
-
     Returns `mismatch` (all sources), `by_source` (each alone: weights, kv, noise, lag), `budget`,
     `admitted`, `seconds`. The lag's share is read from the budget and added; above the tested
     range, of mismatch or lag, the answer is no. ValueError: a budget of another pair or run."""
@@ -347,8 +337,7 @@ def admit(cfg, budget):
     by_source["lag"] = max(gaps, default=0.0)  # the worst on the way: the first may be the largest
     total = probe(cfg, model, data) + by_source["lag"]
     return dict(mismatch=total, by_source=by_source, budget=budget["budget"],
-                admitted=total <= budget["budget"],
-                seconds=time.perf_counter() - start)
+                admitted=total <= budget["budget"], seconds=time.perf_counter() - start)
 
 
 def sensitivity(cfg):
@@ -383,7 +372,7 @@ def capacity(cfg):
     if cfg.student:
         model, _ = load_model(cfg.student, "bfloat16", "cpu", "--student")
         cache = model.base_model(torch.tensor([[0]]), use_cache=True).past_key_values
-        token = [(layer.keys, layer.values) for layer in cache.layers]
+        token = [(x.keys, x.values) for x in cache.layers if hasattr(x, "keys")]
     layers = set(range(len(token)))
     names = [k for k in dlc.keep_list(cfg.keep_bf16, None) if k.endswith(".kv")]
     kept = {int(name.split(".")[-2]) for name in names} or {0}
@@ -398,32 +387,8 @@ def capacity(cfg):
         room = cfg.capacity * 2**30 - 8 * len(layers - wide)  # less two scales a narrow layer
         if room < each:
             raise ValueError(f"--capacity {cfg.capacity}: has no room for one token; give more")
-        tokens = int(room // each)
-        rows.append((name, each, tokens, tokens / rows[0][2] if rows else 1.0))
+        rows.append((name, each, int(room // each), rows[0][1] / each if rows else 1.0))
     return rows
-
-
-def print_admission(cfg, single):
-    """The verdict on `cfg` if it is a `single` configuration that was named, else on the standard
-    ones; 3 for a REJECT of a single one."""
-    try:
-        budget = json.loads(Path(cfg.budget).read_text())
-        limit, censored, seconds = (budget[k] for k in ("budget", "censored", "seconds"))
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"--budget {cfg.budget}: is not a budget ({e!r}); run python opd.py "
-                         "--calibrate first") from None
-    told = ", the largest mismatch tried: quality never fell" if censored else ""
-    print(f"budget {limit:.5f} nats a token{told}")
-    print("weights   kv         noise  lag   mismatch  verdict   by source")
-    for how in [{}] if single else STANDARD:
-        one = check(replace(cfg, **how))
-        out = admit(one, budget)
-        verdict = "ADMIT " if out["admitted"] else "REJECT"
-        sources = ", ".join(f"{k} {v:.5f}" for k, v in out["by_source"].items())
-        cost = f"{out['seconds']:.2f} s, {out['seconds'] / seconds:.1%} of a training run"
-        print(f"{one.weights:10}{one.kv:10}{one.noise:6.2f}{one.lag:5d}{out['mismatch']:11.5f}  "
-              f"{verdict}   {sources}; {cost}")
-    return 3 if single and not out["admitted"] else 0
 
 
 @dlc.command
@@ -437,8 +402,25 @@ def main(argv=None):
                   "{quality}".format(**row))
         result = {k: budget[k] for k in ("budget", "censored", "tolerance")}
     elif cfg.admit:
+        try:
+            budget = json.loads(Path(cfg.budget).read_text())
+            limit, censored, seconds = (budget[k] for k in ("budget", "censored", "seconds"))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"--budget {cfg.budget}: is not a budget ({e!r}); run python opd.py "
+                             "--calibrate first") from None
         sources = ("--weights", "--kv", "--keep", "--noise", "--lag", "--async")
-        return print_admission(cfg, single=any(word.startswith(sources) for word in argv))
+        single = any(word.startswith(sources) for word in argv)  # else: the standard ones
+        print(f"budget {limit:.5f}" + ", the largest tried: quality never fell" * censored)
+        print("weights   kv         noise  lag   mismatch  verdict   by source")
+        for how in [{}] if single else STANDARD:
+            one = check(replace(cfg, **how))
+            out = admit(one, budget)
+            verdict = "ADMIT " if out["admitted"] else "REJECT"
+            shares = ", ".join(f"{k} {v:.5f}" for k, v in out["by_source"].items())
+            cost = f"{out['seconds']:.2f} s, {out['seconds'] / seconds:.1%} of a training run"
+            print(f"{one.weights:10}{one.kv:10}{one.noise:6.2f}{one.lag:5d}{out['mismatch']:11.5f}"
+                  f"  {verdict}   {shares}; {cost}")
+        return 3 if single and not out["admitted"] else 0
     elif cfg.sensitivity:
         order = sensitivity(cfg)
         for name, kl in order:
@@ -455,9 +437,6 @@ def main(argv=None):
     else:
         last = train(cfg)[-1]
         result = {k: v for k, v in last.items() if k.startswith("accuracy")}
-        print("\ngreedy accuracy, held out")
-        for key, value in result.items():
-            print(f"{key:32}{value:7.3f}")
         result["steps"] = last["step"] + 1
     print("RESULT " + json.dumps(result))
 
