@@ -405,12 +405,10 @@ def check(cfg):
     cfg = replace(cfg, **fill)
     batch, out, state = cfg.prompts * cfg.group_size, cfg.out, Path(cfg.resume or "", "state.pt")
     rules = [
-        (cfg.steps > 0 and cfg.prompts > 0 and cfg.max_new_tokens > 0 and cfg.minibatches > 0,
-         "--steps, --prompts, --minibatches and --max-new-tokens: must be 1 or more"),
         (cfg.group_size > 1, f"--group-size {cfg.group_size}: one response has no advantage"),
         (batch % max(1, cfg.minibatches) == 0,
          f"--minibatches {cfg.minibatches}: must divide the batch, {batch} responses"),
-        (cfg.lr > 0, f"--lr {cfg.lr}: must be above 0"),
+        (0 < cfg.lr < 1e9, f"--lr {cfg.lr}: must be above 0, and finite"),
         (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
         (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
         (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
@@ -418,9 +416,18 @@ def check(cfg):
          f"--out {out}: must be a new or an empty folder"),
         (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
     ]  # fmt: skip
+    least = dict(steps=1, prompts=1, minibatches=1, micro_batch=1, max_new_tokens=1, head_k=1,
+                 save_every=1, sync_every=0, noise=0, seed=0)  # fmt: skip
+    rules += [(getattr(cfg, k) is None or v <= getattr(cfg, k) < 2**40,
+               f"--{k.replace('_', '-')} {getattr(cfg, k)}: must be {v} or more")
+              for k, v in least.items()]  # fmt: skip
     for good, told in rules:
         if not good:
             raise ValueError(told)
+    try:
+        torch.empty(0, device=cfg.device)
+    except (RuntimeError, AssertionError) as e:  # no such device, or a torch without CUDA
+        raise ValueError(f"--device {cfg.device}: {str(e).splitlines()[0]}") from None
     if cfg.data:
         read_data(cfg.data)  # before a model is made or loaded
     if cfg.micro_batch is None:
