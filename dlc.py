@@ -412,7 +412,7 @@ def check(cfg):
         (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
         (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
         (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
-        (cfg.resume or not out or not Path(out).exists() or [*Path(out).glob("*")] == [],
+        (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
         (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
     ]  # fmt: skip
@@ -452,7 +452,7 @@ def write(path, save):
         save(new)
     except Exception as e:  # of torch, safetensors or matplotlib
         raise OSError(f"{path} cannot be written: {e}") from e
-    if path.is_dir():
+    if new.is_dir() and path.is_dir():
         shutil.rmtree(path)
     os.replace(new, path)
 
@@ -628,7 +628,7 @@ def accuracy(sampler, rows, tokenizer, cfg):
 def read_data(path):
     """Rows of a JSONL file, {"prompt": text, "answer": text}; ValueError names a bad line."""
     rows = []
-    for n, line in enumerate(Path(path).read_text("utf-8-sig").split("\n"), 1):
+    for n, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
         try:
             if line.strip():
                 rows.append({k: json.loads(line)[k] for k in ("prompt", "answer")})
