@@ -669,6 +669,9 @@ class DelayedSampler:
             autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
             theirs = make, copy.deepcopy(model).cpu(), model.device, autocast
             self.pool = ProcessPoolExecutor(1, spawn, adopt, (*theirs, torch.get_num_threads()))
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's alone,
+            self.pool.submit(int)  # so the process inherits this as it starts
+            signal.signal(signal.SIGINT, before)
 
     def draw(self, step):
         """The step's rollout; sets `kv_scales`, the `seconds` to load the weights and sample, and
@@ -714,9 +717,8 @@ def sample_with(sampler, entry, request):
 
 
 def adopt(make, model, device, autocast, threads):
-    """The process begins. It leaves Ctrl-C to the trainer, and ends when the trainer ends."""
+    """The process begins; it ends when the trainer ends."""
     global served
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     orphaned = lambda: (multiprocessing.parent_process().join(), os._exit(1))
     threading.Thread(target=orphaned, daemon=True).start()
     torch.set_num_threads(threads)

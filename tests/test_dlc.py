@@ -427,12 +427,12 @@ def test_the_sampler_has_exactly_the_weights_of_its_version(tiny, how, version):
     if how == dict(sync_every=0):
         assert rows[6]["lag"] > rows[1]["lag"] > 0 and rows[6]["ess"] < rows[1]["ess"]
         assert tiny.run(steps=1, weights="int2")[0]["discrepancy"] > 0.1  # and that is no lag
-    for given, filled in (
+    for asked, filled in (
         (dict(), (None, 0.5, 0)), (dict(lag=2), (1, None, 2)), (dict(async_=True), (1, None, 1)),
         (dict(lag=2, sync_every=3), (3, None, 2)), (dict(sync_ess=0.1), (None, 0.1, 0)),
     ):
-        cfg = dlc.check(dlc.Config(**given))
-        assert (cfg.sync_every, cfg.sync_ess, cfg.lag) == filled, given
+        cfg = dlc.check(dlc.Config(**asked))
+        assert (cfg.sync_every, cfg.sync_ess, cfg.lag) == filled, asked
 
 
 @pytest.mark.parametrize("level, every", [("sequence", None), ("token", None), ("sequence", 3)])
