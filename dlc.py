@@ -52,7 +52,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from sampler import (FORMATS, KV_FORMATS, DelayedSampler, Rollout, TorchSampler, VLLMSampler,
-                     mismatch, positions, tail, token_logps)  # fmt: skip
+                     context, mismatch, positions, tail, token_logps)  # fmt: skip
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # load_model says what is wrong, in one line
@@ -647,8 +647,7 @@ def load_data(cfg, tokenizer, model=None):
     vocab = room = float("inf")
     if model is not None:
         vocab = len(model.get_input_embeddings().weight)
-        room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or room
-        room -= cfg.max_new_tokens
+        room = context(model) - cfg.max_new_tokens
     for row in rows:
         ids, what = tokenizer(row["prompt"])["input_ids"], f"the prompt {row['prompt'][:40]!r}"
         if not ids or max(ids) >= vocab or (not cfg.model and 12 in ids):  # 12: the tiny <pad>

@@ -319,6 +319,18 @@ def token_logps(model, rollout, head=False, rows=None, hidden=None, vocab=None):
     return (logps[..., 0], logps[..., 1:]) if head else logps[..., 0]
 
 
+def context(model):
+    """Tokens that the model reads alike in every batch. Where longrope or dynamic NTK take their
+    frequencies from the batch's longest row, that is as many as do not switch them."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = [getattr(text, "max_position_embeddings", None)]
+    for r in (rope, *(x for x in rope.values() if isinstance(x, dict))):  # or one a kind of layer
+        if r.get("rope_type") in ("longrope", "dynamic"):
+            limits.append(r.get("original_max_position_embeddings"))
+    return min((x for x in limits if x), default=math.inf)
+
+
 @torch.no_grad()
 def check_head(model):
     """`token_logps` runs the body and multiplies by the output embedding itself; a head that does
@@ -498,6 +510,9 @@ class TorchSampler:
         unique = {p: i for i, p in enumerate(dict.fromkeys(map(tuple, prompt_ids)))}
         group = torch.tensor([unique[tuple(p)] for p in prompt_ids], device=self.device)  # (B,)
         P, B = max(map(len, unique)), len(prompt_ids)
+        if P + max_new_tokens > (room := context(self.stale)):
+            raise ValueError(f"{P} tokens of a prompt and {max_new_tokens} of its response: at most "
+                             f"{room} are read alike in every batch")  # fmt: skip
         padded = torch.tensor([[0] * (P - len(p)) + list(p) for p in unique], device=self.device)
         length = torch.tensor([len(p) for p in unique], device=self.device)
         g = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
