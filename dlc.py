@@ -50,6 +50,7 @@ import tyro
 from matplotlib.figure import Figure
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from sampler import (FORMATS, KV_FORMATS, DelayedSampler, Rollout, TorchSampler, VLLMSampler,
                      context, mismatch, positions, tail, token_logps)  # fmt: skip
@@ -710,6 +711,8 @@ def load_model(path, dtype, device, option="--model"):
     """(model, tokenizer) of a Hugging Face causal LM, dropout off. ValueError, naming `option`, if
     it cannot be had whole: pickled or missing weights, code of its own, no tokenizer, no stop."""
     try:
+        if find_adapter_config_file(path):
+            raise ValueError("it holds an adapter; merge that into its base and save the whole")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,

@@ -418,30 +418,36 @@ class TorchSampler:
 
     def _plan(self, keep):
         """Which weights are quantised: linear layers, but for the output head and `keep`."""
-        modules, head = dict(self.stale.named_modules()), self.stale.get_output_embeddings()
+        known, text = dict(self.stale.named_modules()), set(self.stale.get_decoder().modules())
+        modules = {n: m for n, m in known.items() if m in text}  # no head, no vision tower
         lists = {n: m for n, m in modules.items() if isinstance(m, torch.nn.ModuleList)}
         self.stem = next((n for n, m in lists.items() if len(m) == self.layers), "layers")
         kv = [f"{self.stem}.{i}.kv" for i in range(self.layers)]
-        if unknown := [k for k in keep if k not in modules and k not in kv]:
+        if unknown := [k for k in keep if k not in known and k not in kv]:
             raise ValueError(f"keep_bf16 {unknown[0]!r}: no such module; there is {kv[0]}")
         self.kv_formats = ["bf16" if name in keep else self.kv for name in kv]
         linear = {n: m for n, m in modules.items() if isinstance(m, (torch.nn.Linear, Conv1D))}
-        linear = {n: m for n, m in linear.items() if m is not head}
         self.transposed = {f"{n}.weight": isinstance(m, Conv1D) for n, m in linear.items()}
         self.narrow = []
         if self.weights not in ("none", "bf16"):
             kept = tuple(f"{k}." for k in keep)
             self.narrow = [n for n in linear if not f"{n}.".startswith(kept)]
-        covered = {n for n, m in modules.items() if m is head or isinstance(m, torch.nn.Embedding)}
-        for name, p in self.stale.named_parameters():
-            loose = name not in self.transposed and name.rpartition(".")[0] not in covered
-            if (self.narrow or self.noise) and p.dim() > 1 and loose:
-                raise ValueError(f"{name}: is in no linear layer, as {self.weights} asks; use bf16")
+        for name, m in modules.items() if self.narrow or self.noise else ():
+            loose = any(p.dim() > 1 for p in m.parameters(recurse=False)) and name not in linear
+            if loose and not isinstance(m, torch.nn.Embedding):
+                raise ValueError(f"{name}: has a matrix in no linear layer, as experts have; narrow "
+                                 "weights and noise do not cover it: use bf16")  # fmt: skip
 
     def _build(self):
         self.engine = copy.deepcopy(self.stale)
-        for p in self.engine.parameters():  # parameters only: rotary tables stay in float32
+        for p in self.engine.parameters():
             p.data = p.data.to(self.dtype)
+        with torch.device("meta"):
+            made = type(self.stale)._from_config(self.stale.config, dtype=self.dtype)
+        for name, table in made.named_buffers():  # what is no weight, in the library's own dtype:
+            if name not in self.stale.state_dict():  # rotary tables stay in float32
+                mine = self.engine.get_buffer(name)
+                mine.data = mine.to(table.dtype)
         if self.engine.config.get_text_config()._attn_implementation == "sdpa":  # not its own
             self.engine.set_attn_implementation("grouped")
         for name in self.narrow:
