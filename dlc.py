@@ -476,6 +476,7 @@ class Run:
             versions = dict(torch=torch.__version__, transformers=transformers.__version__)
             config = json.dumps(asdict(cfg) | dict(versions=versions), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
+            self.finish(name)  # what a crash leaves; what cannot be written is known before a step
             self.before = self.accuracies("_base")
         self.log, self.ended = open(self.folder / "metrics.jsonl", "a"), time.perf_counter()
 
@@ -574,7 +575,7 @@ def figure(rows, path, title):
         ax.set_ylabel(unit)
         ax.legend(fontsize=8)
     axes[1].set_yscale("log")
-    axes[2].set(ylim=(0, 1.05), xlabel=f"step; {rows[-1]['syncs']} syncs")
+    axes[2].set(ylim=(0, 1.05), xlabel=f"step; {rows[-1]['syncs'] if rows else 0} syncs")
     axes[0].set_title(title, fontsize=10)
     fig.savefig(path, dpi=130, format="png")
 
