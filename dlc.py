@@ -710,7 +710,8 @@ def save_model(model, tokenizer, folder):
 
 def load_model(path, dtype, device, option="--model"):
     """(model, tokenizer) of a Hugging Face causal LM, dropout off. ValueError, naming `option`, if
-    it cannot be had whole: pickled or missing weights, code of its own, no tokenizer, no stop."""
+    it cannot be had whole: pickled or missing weights, code of its own, no tokenizer, no stop.
+    Padding of its vocabulary is cut off: no policy has mass on a token that does not exist."""
     try:
         if find_adapter_config_file(path):
             raise ValueError("it holds an adapter; merge that into its base and save the whole")
@@ -729,6 +730,9 @@ def load_model(path, dtype, device, option="--model"):
         bad += ["no stop token: name its eos_token_id in generation_config.json"]
     if bad:
         raise ValueError(f"{option} {path}: {bad[0]}; give a folder with a whole causal LM")
+    real = max(tokenizer.get_vocab().values()) + 1
+    if len(model.get_output_embeddings().weight) > real:
+        model.resize_token_embeddings(real)
     return model, tokenizer
 
 

@@ -51,8 +51,9 @@ def divergence(loss, student_logits, teacher_logits, k=8):
     """The loss of the table at the top, a position: (..., V), (..., V) -> (...), nats, at least 0.
 
     The logarithms are constants to autograd: what they would add to the gradient is Σ_v ∇π(v) = 0,
-    and so it is exactly 0, and not rounding that Adam would enlarge, where π = π_T."""
-    s, t = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    and so it is exactly 0, and not rounding that Adam would enlarge, where π = π_T. A token that a
+    policy rules out (-inf) counts as one of exp(-100), so that 0 log 0 is 0."""
+    s, t = (x.log_softmax(-1).clamp_min(-100) for x in (student_logits, teacher_logits))
     if loss == "full":
         return (s.exp() * (s - t).detach()).sum(-1)
     if loss == "forward":
@@ -81,7 +82,8 @@ def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8
         return divergence(loss, *logits, k).where(mask, 0).sum() / max(1, int(mask.sum()))
     if tokens is None:
         raise ValueError("the sampled loss needs tokens, which were not given")
-    logp, logp_teacher = (x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in logits)
+    logps = [x.log_softmax(-1).clamp_min(-100) for x in logits]
+    logp, logp_teacher = (x.gather(-1, tokens[..., None])[..., 0] for x in logps)
     A = (logp_teacher - logp).detach()
     logq = logp.detach() if logq is None else logq
     return policy_loss(correction, logp, logq, A, mask, **policies)[0]
@@ -154,7 +156,7 @@ def check(cfg):
 
 
 def load_teacher(cfg, student, tokenizer):
-    """(teacher, size of the vocabulary that both share). ValueError: they read other ids."""
+    """The teacher, frozen. ValueError: it does not read and write the student's ids."""
     path, name = cfg.teacher or tiny_base(steps=1200), f"--teacher {cfg.teacher}"
     teacher, other = load_model(path, cfg.dtype, cfg.device, "--teacher")
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
@@ -166,7 +168,7 @@ def load_teacher(cfg, student, tokenizer):
     vocab = min(len(m.get_output_embeddings().weight) for m in (student, teacher))
     if vocab < len(mine):
         raise ValueError(f"{name}: {vocab} logits are too few for {len(mine)} tokens")
-    return teacher.requires_grad_(False), vocab  # beyond the real tokens a head is padding
+    return teacher.requires_grad_(False)
 
 
 def train(cfg):
@@ -174,7 +176,7 @@ def train(cfg):
     cfg = check(cfg)
     path = cfg.student or cfg.base or tiny_base()
     model, tokenizer = load_model(path, "float32", cfg.device, "--student")
-    teacher, V = load_teacher(cfg, model, tokenizer)
+    teacher = load_teacher(cfg, model, tokenizer)
     with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}") as run:
         exact = TorchSampler(teacher, "none", "none")
         run.before["accuracy_teacher"] = dlc.accuracy(exact, run.held_out, tokenizer, cfg)
@@ -184,9 +186,6 @@ def train(cfg):
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. The student samples from q.
             batch, rollout = run.batch(step), run.sampler.draw(step)
-            real = (rollout.tokens < V).all(1, keepdim=True)  # no token of the head's padding
-            rollout.mask = rollout.mask & real
-            rollout.tokens = rollout.tokens.where(real, 0)
             N = max(1, int(rollout.mask.sum()))
 
             # 2. The teacher scores what was drawn, and the loss pulls π to π_T.
@@ -195,7 +194,7 @@ def train(cfg):
                 part = rollout[micro]
                 hidden, hidden_T = response_hidden(model, part), response_hidden(teacher, part)
                 logp, head_logp = token_logps(model, part, head=True, hidden=hidden)
-                logp_teacher = token_logps(teacher, part, hidden=hidden_T, vocab=V)  # no gradient
+                logp_teacher = token_logps(teacher, part, hidden=hidden_T)  # no gradient
                 seen.append((logp.detach(), head_logp.detach()))
                 gap_q += float((part.logq - logp_teacher)[part.mask].sum())
                 if cfg.loss == "sampled":
@@ -207,7 +206,7 @@ def train(cfg):
                         clip=cfg.clip)
                     total -= float(A[part.mask].sum())
                 else:
-                    heads = head_product(model, hidden, V) + head_product(teacher, hidden_T, V)
+                    heads = head_product(model, hidden) + head_product(teacher, hidden_T)
                     value = ChunkedDivergence.apply(*heads, cfg.loss, cfg.loss_k)
                     loss, total = value / N, total + float(value.detach())
                 loss.backward()

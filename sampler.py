@@ -286,26 +286,26 @@ def response_hidden(model, rollout):
     return hidden[rollout.mask]
 
 
-def head_product(model, hidden, vocab=None):
+def head_product(model, hidden):
     """(hidden, weight) whose product is the logits: a bias is one more column, and the cast is made
-    that autocast does not make in a Function of one's own. `vocab`: logits that are no padding."""
+    that autocast does not make in a Function of one's own."""
     out = model.get_output_embeddings()
-    weight = out.weight[:vocab]
+    weight = out.weight
     if out.bias is not None:
         hidden = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], 1)
-        weight = torch.cat([weight, out.bias[:vocab, None]], 1)
+        weight = torch.cat([weight, out.bias[:, None]], 1)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     return hidden, weight
 
 
-def token_logps(model, rollout, head=False, rows=None, hidden=None, vocab=None):
+def token_logps(model, rollout, head=False, rows=None, hidden=None):
     """log π of the drawn tokens, (B, T) in nats; with `head` also that of H, (B, T, K).
 
     log π(y_t | prompt, y_<t) = z_y - logsumexp(z), z the logits in column P+t-1; at least -100,
     and 0 where mask is false. `rows`: sequences in the model at once (another batch shape may
-    round otherwise); `hidden`: `response_hidden` of this batch, if known; `vocab`: head_product."""
+    round otherwise); `hidden`: `response_hidden` of this batch, if it is known."""
     if rows is not None and rows < len(rollout.tokens):
         starts = range(0, len(rollout.tokens), rows)
         parts = [token_logps(model, rollout[i : i + rows], head) for i in starts]
@@ -315,7 +315,7 @@ def token_logps(model, rollout, head=False, rows=None, hidden=None, vocab=None):
     if head:
         ids = torch.cat([ids, rollout.head_ids], -1)  # (B, T, 1+K)
     hidden = response_hidden(model, rollout) if hidden is None else hidden
-    logps = LinearLogps.apply(*head_product(model, hidden, vocab), ids[mask]).clamp_min(-100)
+    logps = LinearLogps.apply(*head_product(model, hidden), ids[mask]).clamp_min(-100)
     logps = logps.new_zeros(ids.shape).index_put(mask.nonzero(as_tuple=True), logps)
     return (logps[..., 0], logps[..., 1:]) if head else logps[..., 0]
 
