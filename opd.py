@@ -47,6 +47,16 @@ STANDARD = [dict(weights=weights, kv=kv) for weights, kv in (  # what --admit tr
     ("nvfp4", "fp8"), ("int4", "fp8"), ("int3", "fp8"), ("int2", "fp8"))]
 
 
+def one_stop(logits, stop_ids):
+    """To stop is one action, whatever the id: all stop ids get an even share of its mass, (..., V).
+    No KL between two such policies can tell the ids apart."""
+    if len(stop_ids) < 2:
+        return logits
+    stops = torch.as_tensor(stop_ids, device=logits.device)
+    share = logits[..., stops].logsumexp(-1, keepdim=True) - math.log(len(stops))
+    return logits.index_copy(-1, stops, share.expand(*share.shape[:-1], len(stops)))
+
+
 def divergence(loss, student_logits, teacher_logits, k=8):
     """The loss of the table at the top, a position: (..., V), (..., V) -> (...), nats, at least 0.
 
@@ -70,21 +80,22 @@ def divergence(loss, student_logits, teacher_logits, k=8):
 
 
 def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8,
-                 correction="reinforce", logq=None, **policies):
+                 correction="reinforce", logq=None, stop_ids=(), **policies):
     """Mean over the tokens of `mask` of one of the losses; logits (B, T, V), tokens, logq (B, T).
-    `sampled` needs tokens, and whatever `correction` looks at (policy_loss). ValueError: unequal
-    vocabularies, no such loss, no tokens for `sampled`."""
+    `sampled` needs tokens, and whatever `correction` looks at (policy_loss). All of `stop_ids` are
+    one action: in `sampled` the advantage is the action's, the gradient the drawn id's. ValueError:
+    unequal vocabularies, no such loss, no tokens for `sampled`."""
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"student and teacher logits are {tuple(student_logits.shape)} and "
                          f"{tuple(teacher_logits.shape)}; cut both to the real vocabulary")
     logits = [x.where(mask[..., None], 0) for x in (student_logits, teacher_logits)]  # NaN padding
+    actions = [one_stop(x, stop_ids) for x in logits]
     if loss != "sampled":
-        return divergence(loss, *logits, k).where(mask, 0).sum() / max(1, int(mask.sum()))
+        return divergence(loss, *actions, k).where(mask, 0).sum() / max(1, int(mask.sum()))
     if tokens is None:
         raise ValueError("the sampled loss needs tokens, which were not given")
-    logps = [x.log_softmax(-1).clamp_min(-100) for x in logits]
-    logp, logp_teacher = (x.gather(-1, tokens[..., None])[..., 0] for x in logps)
-    A = (logp_teacher - logp).detach()
+    at = lambda x: x.log_softmax(-1).clamp_min(-100).gather(-1, tokens[..., None])[..., 0]
+    logp, A = at(logits[0]), (at(actions[1]) - at(actions[0])).detach()
     logq = logp.detach() if logq is None else logq
     return policy_loss(correction, logp, logq, A, mask, **policies)[0]
 
@@ -96,7 +107,7 @@ class ChunkedDivergence(torch.autograd.Function):
     What comes after a sum only scales its gradient, so each chunk makes its own at once."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k):
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k, stop_ids=()):
         rows = max(1, LinearLogps.CHUNK // (3 * len(weight)))
         total, d_hidden = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -105,7 +116,8 @@ class ChunkedDivergence(torch.autograd.Function):
             with torch.enable_grad():
                 h, w = hidden[n].detach().requires_grad_(), weight.detach().requires_grad_()
                 z, z_T = h @ w.t(), teacher_hidden[n] @ teacher_weight.t()
-                value = divergence(loss, z.float(), z_T.float(), k).sum()
+                z, z_T = (one_stop(x.float(), stop_ids) for x in (z, z_T))
+                value = divergence(loss, z, z_T, k).sum()
                 d_hidden[n], d_w = torch.autograd.grad(value, (h, w))
             d_weight += d_w
             total = total + value.detach()
@@ -115,7 +127,16 @@ class ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grad, d_weight * grad, None, None, None, None
+        return d_hidden * grad, d_weight * grad, *[None] * 5
+
+
+@torch.no_grad()
+def action_logps(model, rollout, stop_ids, hidden):
+    """(log π of the drawn token, of the drawn action), (B, T): all stop ids are one action."""
+    rollout = replace(rollout, head_ids=stop_ids.expand(*rollout.mask.shape, -1))
+    logp, of_stops = token_logps(model, rollout, head=True, hidden=hidden)
+    drawn = torch.isin(rollout.tokens[:, -rollout.mask.shape[1] :], stop_ids)
+    return logp, of_stops.logsumexp(-1).where(drawn, logp)
 
 
 @dataclass
@@ -194,11 +215,12 @@ def train(cfg):
                 part = rollout[micro]
                 hidden, hidden_T = response_hidden(model, part), response_hidden(teacher, part)
                 logp, head_logp = token_logps(model, part, head=True, hidden=hidden)
-                logp_teacher = token_logps(teacher, part, hidden=hidden_T)  # no gradient
+                logp_T, action_T = action_logps(teacher, part, run.stop_ids, hidden_T)
                 seen.append((logp.detach(), head_logp.detach()))
-                gap_q += float((part.logq - logp_teacher)[part.mask].sum())
+                gap_q += float((part.logq - logp_T)[part.mask].sum())
                 if cfg.loss == "sampled":
-                    A = (logp_teacher - logp).detach()  # the trainer's π, not the sampler's q
+                    # The trainer's π, not the sampler's q:
+                    A = action_T - action_logps(model, part, run.stop_ids, hidden)[1]
                     loss, _ = policy_loss(
                         cfg.correction, logp, part.logq, A, part.mask, logp_stale=part.logp_stale,
                         logp_anchor=logp.detach(), head_logp=head_logp, head_logq=part.head_logq,
@@ -207,7 +229,7 @@ def train(cfg):
                     total -= float(A[part.mask].sum())
                 else:
                     heads = head_product(model, hidden) + head_product(teacher, hidden_T)
-                    value = ChunkedDivergence.apply(*heads, cfg.loss, cfg.loss_k)
+                    value = ChunkedDivergence.apply(*heads, cfg.loss, cfg.loss_k, run.stop_ids)
                     loss, total = value / N, total + float(value.detach())
                 loss.backward()
             norm = dlc.update(model, run.optimizer)

@@ -436,8 +436,8 @@ class TorchSampler:
         for name, m in modules.items() if self.narrow or self.noise else ():
             loose = any(p.dim() > 1 for p in m.parameters(recurse=False)) and name not in linear
             if loose and not isinstance(m, torch.nn.Embedding):
-                raise ValueError(f"{name}: has a matrix in no linear layer, as experts have; narrow "
-                                 "weights and noise do not cover it: use bf16")  # fmt: skip
+                raise ValueError(f"{name}: has a matrix in no linear layer, as experts have; "
+                                 "narrow weights and noise do not cover it: use bf16")  # fmt: skip
 
     def _build(self):
         self.engine = copy.deepcopy(self.stale)
@@ -518,8 +518,8 @@ class TorchSampler:
         group = torch.tensor([unique[tuple(p)] for p in prompt_ids], device=self.device)  # (B,)
         P, B = max(map(len, unique)), len(prompt_ids)
         if P + max_new_tokens > (room := context(self.stale)):
-            raise ValueError(f"{P} tokens of a prompt and {max_new_tokens} of its response: at most "
-                             f"{room} are read alike in every batch")  # fmt: skip
+            raise ValueError(f"{P} tokens of a prompt and {max_new_tokens} of its response: at "
+                             f"most {room} are read alike in every batch")  # fmt: skip
         padded = torch.tensor([[0] * (P - len(p)) + list(p) for p in unique], device=self.device)
         length = torch.tensor([len(p) for p in unique], device=self.device)
         g = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
