@@ -53,7 +53,7 @@ from tqdm import tqdm
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from sampler import (FORMATS, KV_FORMATS, DelayedSampler, Rollout, TorchSampler, VLLMSampler,
-                     context, mismatch, positions, tail, token_logps)  # fmt: skip
+                     context, mismatch, positions, stop_tokens, tail, token_logps)  # fmt: skip
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # load_model says what is wrong, in one line
@@ -621,16 +621,22 @@ def accuracy(sampler, rows, tokenizer, cfg):
 
 
 def read_data(path):
-    """Rows of a JSONL file, {"prompt": text, "answer": text}; ValueError names a bad line."""
+    """Rows of a JSONL file: "prompt", a text or a chat's messages, or "question", as in GSM8K;
+    "answer", a text or a number; and what else there is. ValueError names a bad line."""
     rows = []
     for n, line in enumerate(Path(path).read_text("utf-8-sig").split("\n"), 1):
         try:
             if line.strip():
-                rows.append({k: json.loads(line)[k] for k in ("prompt", "answer")})
-                assert all(x.strip() for x in rows[-1].values())
+                rows.append(row := json.loads(line))
+                asked = row.setdefault("prompt", row.get("question"))
+                turns = asked if isinstance(asked, list) else [dict(role="user", content=asked)]
+                if type(row["answer"]) in (int, float):
+                    row["answer"] = str(row["answer"])
+                assert turns and row["answer"].strip()
+                assert all(m["role"].strip() and m["content"].strip() for m in turns)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
-            raise ValueError(f'--data {path} line {n}: {line[:40]!r} must be {{"prompt": text, '
-                             '"answer": text}, neither of them empty') from None  # fmt: skip
+            raise ValueError(f'--data {path} line {n}: {line[:40]!r} must be {{"prompt": text or '
+                             'messages, "answer": text or number}, none of them empty') from None
     return rows
 
 
@@ -647,17 +653,29 @@ def load_data(cfg, tokenizer, model=None):
         pairs = [divmod(i, limit) for i in order]
         rows = [dict(prompt=text.format(a, b), answer=str(a + b)[::step]) for a, b in pairs]
     vocab = room = float("inf")
+    stops = []
     if model is not None:
-        vocab = len(model.get_input_embeddings().weight)
+        stops, vocab = stop_tokens(model),  len(model.get_input_embeddings().weight)
         room = context(model) - cfg.max_new_tokens
     for row in rows:
-        ids, what = tokenizer(row["prompt"])["input_ids"], f"the prompt {row['prompt'][:40]!r}"
+        asked, what = row["prompt"], f"the prompt {str(row['prompt'])[:40]!r}"
+        if isinstance(asked, list):
+            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True,
+                                                return_dict=False)  # fmt: skip
+        else:
+            ids = tokenizer(asked)["input_ids"]
         if not ids or max(ids) >= vocab or (not cfg.model and 12 in ids):  # 12: the tiny <pad>
             raise ValueError(f"{source}: {what} is empty, or holds what the model has no token for")
         if len(ids) > room:
             raise ValueError(f"{source}: {what} has {len(ids)} tokens; {room} and --max-new-tokens "
                              f"{cfg.max_new_tokens} fill the model's context")  # fmt: skip
+        if ids[-1] in stops:
+            stop = tokenizer.decode(ids[-1])
+            raise ValueError(f"{source}: {what} ends in the stop token {stop!r}; have the tokenizer "
+                             "add none (add_eos_token: false)")  # fmt: skip
         row["ids"] = ids
+    if any(row["ids"][:2] == [tokenizer.bos_token_id] * 2 for row in rows):
+        print(f"{source}: prompts begin with {tokenizer.bos_token!r} twice, as text and as added")
     if len(rows) - held < cfg.prompts:
         raise ValueError(f"--prompts {cfg.prompts}: {source} has {len(rows) - held} to train on")
     return rows[held:], rows[:held]
@@ -726,7 +744,7 @@ def load_model(path, dtype, device, option="--model"):
     bad += [f"{n} holds inf or NaN" for n, p in model.named_parameters() if not p.isfinite().all()]
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
         bad += ["no tokenizer: add tokenizer.json and tokenizer_config.json"]
-    if model.generation_config.eos_token_id is model.config.get_text_config().eos_token_id is None:
+    if not stop_tokens(model):
         bad += ["no stop token: name its eos_token_id in generation_config.json"]
     if bad:
         raise ValueError(f"{option} {path}: {bad[0]}; give a folder with a whole causal LM")

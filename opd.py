@@ -38,7 +38,7 @@ from tqdm import tqdm
 import dlc
 from dlc import autocast, load_model, measure, policy_loss, tiny_base, write
 from sampler import (LinearLogps, NarrowKV, TorchSampler, head_product, mismatch, response_hidden,
-                     tail, token_logps)
+                     stop_tokens, tail, token_logps)
 
 LOSSES = ("full", "topk", "sampled", "forward", "jsd")
 PROBE = 128  # prompts, each answered once by q, on which a configuration's mismatch is measured
@@ -183,7 +183,7 @@ def load_teacher(cfg, student, tokenizer):
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
     if odd := sorted(mine.items() ^ theirs.items()):
         raise ValueError(f"{name}: its tokenizer is not the student's: {odd[0]} is in one alone")
-    stops = [TorchSampler(m).stop_ids.sort().values.tolist() for m in (student, teacher)]
+    stops = [sorted(stop_tokens(m)) for m in (student, teacher)]
     if stops[0] != stops[1]:
         raise ValueError(f"{name}: its stop tokens are {stops[1]}, not {stops[0]}; make them equal")
     vocab = min(len(m.get_output_embeddings().weight) for m in (student, teacher))

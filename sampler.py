@@ -320,6 +320,13 @@ def token_logps(model, rollout, head=False, rows=None, hidden=None):
     return (logps[..., 0], logps[..., 1:]) if head else logps[..., 0]
 
 
+def stop_tokens(model):
+    """The ids that end a response: those of generation_config, or else those of the config."""
+    ids = model.generation_config.eos_token_id
+    ids = model.config.get_text_config().eos_token_id if ids is None else ids
+    return [ids] if isinstance(ids, int) else list(ids or ())
+
+
 def context(model):
     """Tokens that the model reads alike in every batch. Where longrope or dynamic NTK take their
     frequencies from the batch's longest row, that is as many as do not switch them."""
@@ -404,11 +411,8 @@ class TorchSampler:
         self.dtype = model.dtype if weights == "none" else torch.bfloat16
         text, vocab = model.config.get_text_config(), len(model.get_output_embeddings().weight)
         self.head_k, self.layers = min(head_k, vocab), text.num_hidden_layers
-        if stop_ids is None:
-            stop_ids = model.generation_config.eos_token_id
-            stop_ids = text.eos_token_id if stop_ids is None else stop_ids
-        stop_ids = [] if stop_ids is None else stop_ids
-        self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=self.device).view(-1)
+        stop_ids = stop_tokens(model) if stop_ids is None else stop_ids
+        self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=self.device)
         if probe is None:
             probe = torch.randint(vocab, (4, 32), generator=torch.Generator().manual_seed(0))
         self.probe = torch.as_tensor(probe).to(self.device)
