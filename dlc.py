@@ -40,7 +40,7 @@ import sys
 import time
 from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass, replace
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -55,6 +55,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from sampler import (FORMATS, KV_FORMATS, DelayedSampler, Rollout, TorchSampler, VLLMSampler,
                      context, mismatch, positions, stop_tokens, tail, token_logps)  # fmt: skip
 
+sys.set_int_max_str_digits(0)  # a response may be one long number
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # load_model says what is wrong, in one line
 
@@ -317,7 +318,7 @@ def train(cfg):
         print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights "
               f"{cfg.weights}, KV {cfg.kv}\n step version  reward  discrepancy      lag    ESS  "
               "clipped  syncs  tokens/s")  # fmt: skip
-        done = len(run.rows)
+        done, alike = len(run.rows), 0
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. Sample a group of responses to each prompt from q.
             batch, rollout = run.batch(step), run.sampler.draw(step)
@@ -331,6 +332,11 @@ def train(cfg):
             if cfg.scale_advantage:
                 A = A / (torch.stack([a[~a.isnan()].std() for a in A])[:, None] + 1e-6)
             A = A.nan_to_num(0).flatten()
+            alike = 0 if A.any() else alike + 1
+            if alike == 5:
+                tqdm.write(f"in 5 steps no group had two different rewards, so nothing is learned: "
+                           f"to {batch[0]['prompt']!r}, answer {batch[0]['answer']!r}, the model "
+                           f"said {graded[1][0]!r}")  # fmt: skip
 
             # 3. Update: one optimizer step a minibatch, its gradient summed over micro-batches.
             fresh = None  # π before the first update; with one minibatch, the update's own forward
@@ -584,19 +590,43 @@ def figure(rows, path, title):
 # Data, reward and models.
 
 
+NUMBER = r"(?:(?<![\w)])[-+])?(?:\d+/[1-9]\d*|\d*\.\d+|\d+)"
+
+
+def plain(text):
+    """Its numbers as Python writes them; a comma is dropped only before a group of three."""
+    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("−", "-"))
+    return re.sub(r"\\?[$€£]|(?<=\d),(?=\d{3}(?!\d))", "", text).strip()
+
+
+def number(text):
+    """What `text` answers with, or None: the number after the last #### or \\boxed{; else, of one
+    sentence or one that is a bare number with its unit, the first (after "answer is", if it says
+    so); else the last."""
+    text = plain(text)
+    marked, first = re.split(r"####|\\boxed\{", text), re.split(r"[.!?]\s|\n", text)[0]
+    bare = re.fullmatch(rf"\W*?{NUMBER}\W*[^\W\d]*\W*", first)
+    if len(marked) > 1:
+        found = re.findall(NUMBER, marked[-1])[:1]
+    elif bare or first == text:
+        found = re.findall(NUMBER, first.split("answer is")[-1])[:1]
+    else:
+        found = re.findall(NUMBER, text)[-1:]
+    return Fraction(found[0]) if found else None
+
+
 def reward(completion, answer, stopped, partial):
-    """In [0, 1]; a fork replaces this. Where the answer is a number: 1 if the completion's first
-    number equals it; else 1 if the stripped text up to the stop does. `partial`, the tiny task: the
-    share of leading characters that are right, the stop counted as the last."""
+    """In [0, 1]; a fork replaces this. Where the answer is a number, or a solution that ends in one
+    after ####: 1 if it is the completion's; else 1 if the stripped text up to the stop is the
+    answer. `partial`, the tiny task: the share of leading characters that are right, with the stop
+    as the last."""
     if partial:
         want, got = answer + "$", completion + "$" * stopped
         return len(os.path.commonprefix([want, got])) / len(want)
-    number = r"[-+]?\d[\d,]*(?:\.\d+)?"
-    if not re.fullmatch(number, answer.strip()):
-        return float(completion.strip() == answer.strip())
-    found = re.search(number, completion)
-    value = lambda text: Decimal(text.replace(",", ""))
-    return float(found is not None and value(found[0]) == value(answer))
+    answer = answer.rpartition("####")[2].strip()
+    if re.fullmatch(NUMBER, plain(answer)):
+        return float(number(completion) == number(answer))
+    return float(completion.strip() == answer)
 
 
 def grade(rollout, rows, stop_ids, tokenizer, cfg):
@@ -604,8 +634,9 @@ def grade(rollout, rows, stop_ids, tokenizer, cfg):
     y = rollout.tokens[:, -rollout.mask.shape[1] :]
     stopped = (torch.isin(y, stop_ids) & rollout.mask).any(1).tolist()
     drawn = zip(y.tolist(), rollout.mask.sum(1).tolist(), stopped)
-    texts = [tokenizer.decode(ids[: max(0, n - s)]) for ids, n, s in drawn]
     partial = not (cfg.model or cfg.data)
+    texts = [tokenizer.decode(ids[: max(0, n - s)], skip_special_tokens=not partial)
+             for ids, n, s in drawn]  # fmt: skip
     rewards = [reward(t, r["answer"], s, partial) for t, r, s in zip(texts, rows, stopped)]
     return rewards, texts, stopped
 
