@@ -171,7 +171,7 @@ def ess(log_ratio, mask, level="sequence"):
 
 def measure(rollout, logp, head_logp, cap):
     """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
-    mask, count = rollout.mask, int(rollout.mask.sum())
+    mask, count, kept = rollout.mask, int(rollout.mask.sum()), int(rollout.mask.any(1).sum())
     n, log_lag, rest = max(1, count), logp - rollout.logp_stale, tail(head_logp)
     heads = rollout.head_logp_stale, rollout.head_logq
     numerics = mismatch(rollout.logp_stale, rollout.logq, mask, *heads)
@@ -179,7 +179,7 @@ def measure(rollout, logp, head_logp, cap):
     entropy = -((head_logp.exp() * head_logp).sum(-1) + rest * rest.log())[mask].sum()
     row = dict(discrepancy=numerics["kl"], lag=lag["kl"], ess=ess(log_lag, mask),
                ess_token=ess(log_lag, mask, "token"), head_mass=numerics["head_mass"],
-               entropy=float(entropy) / n, tokens=count, length=count / len(mask),
+               entropy=float(entropy) / n, tokens=count, length=count / max(1, kept),
                cap_share=float((ratio(logp, rollout.logq) > cap)[mask].sum()) / n)  # fmt: skip
     column = torch.arange(mask.shape[1], device=mask.device)
     firsts = [2**i for i in range(mask.shape[1].bit_length())]  # the first 1, 2, 4, 8 ... tokens
@@ -518,11 +518,11 @@ class Run:
         step, (rewards, texts, stopped), sampler = row["step"], graded, self.sampler
         reason = due(self.cfg, row, latest=sampler.queue[-1][0])
         synced = sampler.advance(step, self.model, publish=reason is not None)
-        seconds = time.perf_counter() - self.ended
+        seconds, kept = time.perf_counter() - self.ended, int(rollout.mask.any(1).sum())
         row |= dict(synced=synced, sync_reason=reason,
                     syncs=synced + sum(r["synced"] for r in self.rows), kv_scales=sampler.kv_scales,
-                    truncated=1 - sum(stopped) / len(batch), seconds_sample=sampler.seconds,
-                    dropped=int((~rollout.mask.any(1)).sum()), seconds_wait=sampler.waited,
+                    truncated=1 - sum(stopped) / max(1, kept), seconds_sample=sampler.seconds,
+                    dropped=len(batch) - kept, seconds_wait=sampler.waited,
                     seconds_train=seconds - sampler.waited,
                     tokens_per_second=row["tokens"] / seconds,
                     sample=dict(prompt=batch[0]["prompt"], answer=batch[0]["answer"],

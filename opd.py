@@ -219,8 +219,7 @@ def train(cfg):
                 seen.append((logp.detach(), head_logp.detach()))
                 gap_q += float((part.logq - logp_T)[part.mask].sum())
                 if cfg.loss == "sampled":
-                    # The trainer's π, not the sampler's q:
-                    A = action_T - action_logps(model, part, run.stop_ids, hidden)[1]
+                    A = action_T - action_logps(model, part, run.stop_ids, hidden)[1]  # not of q
                     loss, _ = policy_loss(
                         cfg.correction, logp, part.logq, A, part.mask, logp_stale=part.logp_stale,
                         logp_anchor=logp.detach(), head_logp=head_logp, head_logq=part.head_logq,
@@ -236,8 +235,9 @@ def train(cfg):
 
             # 3. Measure both gaps and the ESS, sync by the same rules as dlc.py, log.
             graded = dlc.grade(rollout, batch, run.stop_ids, tokenizer, cfg)
+            kept = [R for R, whole in zip(graded[0], rollout.mask.any(1)) if whole]
             row = dict(step=step, version=int(rollout.version[0, 0]), teacher_kl=total / N,
-                       teacher_kl_by_q=gap_q / N, reward=sum(graded[0]) / len(batch))
+                       teacher_kl_by_q=gap_q / N, reward=sum(kept) / max(1, len(kept)))
             row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
             row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")))
             run.end_step(row, rollout, batch, graded)
