@@ -38,7 +38,7 @@ from tqdm import tqdm
 import dlc
 from dlc import autocast, load_model, measure, policy_loss, tiny_base, write
 from sampler import (LinearLogps, NarrowKV, TorchSampler, head_product, mismatch, response_hidden,
-                     tail, token_logps)
+                     stop_tokens, tail, token_logps)
 
 LOSSES = ("full", "topk", "sampled", "forward", "jsd")
 PROBE = 128  # prompts, each answered once by q, on which a configuration's mismatch is measured
@@ -47,12 +47,23 @@ STANDARD = [dict(weights=weights, kv=kv) for weights, kv in (  # what --admit tr
     ("nvfp4", "fp8"), ("int4", "fp8"), ("int3", "fp8"), ("int2", "fp8"))]
 
 
+def one_stop(logits, stop_ids):
+    """To stop is one action, whatever the id: all stop ids get an even share of its mass, (..., V).
+    No KL between two such policies can tell the ids apart."""
+    if len(stop_ids) < 2:
+        return logits
+    stops = torch.as_tensor(stop_ids, device=logits.device)
+    share = logits[..., stops].logsumexp(-1, keepdim=True) - math.log(len(stops))
+    return logits.index_copy(-1, stops, share.expand(*share.shape[:-1], len(stops)))
+
+
 def divergence(loss, student_logits, teacher_logits, k=8):
     """The loss of the table at the top, a position: (..., V), (..., V) -> (...), nats, at least 0.
 
     The logarithms are constants to autograd: what they would add to the gradient is Σ_v ∇π(v) = 0,
-    and so it is exactly 0, and not rounding that Adam would enlarge, where π = π_T."""
-    s, t = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    and so it is exactly 0, and not rounding that Adam would enlarge, where π = π_T. A token that a
+    policy rules out (-inf) counts as one of exp(-100), so that 0 log 0 is 0."""
+    s, t = (x.log_softmax(-1).clamp_min(-100) for x in (student_logits, teacher_logits))
     if loss == "full":
         return (s.exp() * (s - t).detach()).sum(-1)
     if loss == "forward":
@@ -69,20 +80,22 @@ def divergence(loss, student_logits, teacher_logits, k=8):
 
 
 def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8,
-                 correction="reinforce", logq=None, **policies):
+                 correction="reinforce", logq=None, stop_ids=(), **policies):
     """Mean over the tokens of `mask` of one of the losses; logits (B, T, V), tokens, logq (B, T).
-    `sampled` needs tokens, and whatever `correction` looks at (policy_loss). ValueError: unequal
-    vocabularies, no such loss, no tokens for `sampled`."""
+    `sampled` needs tokens, and whatever `correction` looks at (policy_loss). All of `stop_ids` are
+    one action: in `sampled` the advantage is the action's, the gradient the drawn id's. ValueError:
+    unequal vocabularies, no such loss, no tokens for `sampled`."""
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"student and teacher logits are {tuple(student_logits.shape)} and "
                          f"{tuple(teacher_logits.shape)}; cut both to the real vocabulary")
     logits = [x.where(mask[..., None], 0) for x in (student_logits, teacher_logits)]  # NaN padding
+    actions = [one_stop(x, stop_ids) for x in logits]
     if loss != "sampled":
-        return divergence(loss, *logits, k).where(mask, 0).sum() / max(1, int(mask.sum()))
+        return divergence(loss, *actions, k).where(mask, 0).sum() / max(1, int(mask.sum()))
     if tokens is None:
         raise ValueError("the sampled loss needs tokens, which were not given")
-    logp, logp_teacher = (x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in logits)
-    A = (logp_teacher - logp).detach()
+    at = lambda x: x.log_softmax(-1).clamp_min(-100).gather(-1, tokens[..., None])[..., 0]
+    logp, A = at(logits[0]), (at(actions[1]) - at(actions[0])).detach()
     logq = logp.detach() if logq is None else logq
     return policy_loss(correction, logp, logq, A, mask, **policies)[0]
 
@@ -94,7 +107,7 @@ class ChunkedDivergence(torch.autograd.Function):
     What comes after a sum only scales its gradient, so each chunk makes its own at once."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k):
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k, stop_ids=()):
         rows = max(1, LinearLogps.CHUNK // (3 * len(weight)))
         total, d_hidden = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -103,7 +116,8 @@ class ChunkedDivergence(torch.autograd.Function):
             with torch.enable_grad():
                 h, w = hidden[n].detach().requires_grad_(), weight.detach().requires_grad_()
                 z, z_T = h @ w.t(), teacher_hidden[n] @ teacher_weight.t()
-                value = divergence(loss, z.float(), z_T.float(), k).sum()
+                z, z_T = (one_stop(x.float(), stop_ids) for x in (z, z_T))
+                value = divergence(loss, z, z_T, k).sum()
                 d_hidden[n], d_w = torch.autograd.grad(value, (h, w))
             d_weight += d_w
             total = total + value.detach()
@@ -113,7 +127,16 @@ class ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grad, d_weight * grad, None, None, None, None
+        return d_hidden * grad, d_weight * grad, *[None] * 5
+
+
+@torch.no_grad()
+def action_logps(model, rollout, stop_ids, hidden):
+    """(log π of the drawn token, of the drawn action), (B, T): all stop ids are one action."""
+    rollout = replace(rollout, head_ids=stop_ids.expand(*rollout.mask.shape, -1))
+    logp, of_stops = token_logps(model, rollout, head=True, hidden=hidden)
+    drawn = torch.isin(rollout.tokens[:, -rollout.mask.shape[1] :], stop_ids)
+    return logp, of_stops.logsumexp(-1).where(drawn, logp)
 
 
 @dataclass
@@ -154,19 +177,19 @@ def check(cfg):
 
 
 def load_teacher(cfg, student, tokenizer):
-    """(teacher, size of the vocabulary that both share). ValueError: they read other ids."""
+    """The teacher, frozen. ValueError: it does not read and write the student's ids."""
     path, name = cfg.teacher or tiny_base(steps=1200), f"--teacher {cfg.teacher}"
     teacher, other = load_model(path, cfg.dtype, cfg.device, "--teacher")
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
     if odd := sorted(mine.items() ^ theirs.items()):
         raise ValueError(f"{name}: its tokenizer is not the student's: {odd[0]} is in one alone")
-    stops = [TorchSampler(m).stop_ids.sort().values.tolist() for m in (student, teacher)]
+    stops = [sorted(stop_tokens(m)) for m in (student, teacher)]
     if stops[0] != stops[1]:
         raise ValueError(f"{name}: its stop tokens are {stops[1]}, not {stops[0]}; make them equal")
     vocab = min(len(m.get_output_embeddings().weight) for m in (student, teacher))
     if vocab < len(mine):
         raise ValueError(f"{name}: {vocab} logits are too few for {len(mine)} tokens")
-    return teacher.requires_grad_(False), vocab  # beyond the real tokens a head is padding
+    return teacher.requires_grad_(False)
 
 
 def train(cfg):
@@ -174,7 +197,7 @@ def train(cfg):
     cfg = check(cfg)
     path = cfg.student or cfg.base or tiny_base()
     model, tokenizer = load_model(path, "float32", cfg.device, "--student")
-    teacher, V = load_teacher(cfg, model, tokenizer)
+    teacher = load_teacher(cfg, model, tokenizer)
     with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}") as run:
         exact = TorchSampler(teacher, "none", "none")
         run.before["accuracy_teacher"] = dlc.accuracy(exact, run.held_out, tokenizer, cfg)
@@ -184,9 +207,6 @@ def train(cfg):
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. The student samples from q.
             batch, rollout = run.batch(step), run.sampler.draw(step)
-            real = (rollout.tokens < V).all(1, keepdim=True)  # no token of the head's padding
-            rollout.mask = rollout.mask & real
-            rollout.tokens = rollout.tokens.where(real, 0)
             N = max(1, int(rollout.mask.sum()))
 
             # 2. The teacher scores what was drawn, and the loss pulls π to π_T.
@@ -195,11 +215,11 @@ def train(cfg):
                 part = rollout[micro]
                 hidden, hidden_T = response_hidden(model, part), response_hidden(teacher, part)
                 logp, head_logp = token_logps(model, part, head=True, hidden=hidden)
-                logp_teacher = token_logps(teacher, part, hidden=hidden_T, vocab=V)  # no gradient
+                logp_T, action_T = action_logps(teacher, part, run.stop_ids, hidden_T)
                 seen.append((logp.detach(), head_logp.detach()))
-                gap_q += float((part.logq - logp_teacher)[part.mask].sum())
+                gap_q += float((part.logq - logp_T)[part.mask].sum())
                 if cfg.loss == "sampled":
-                    A = (logp_teacher - logp).detach()  # the trainer's π, not the sampler's q
+                    A = action_T - action_logps(model, part, run.stop_ids, hidden)[1]  # not of q
                     loss, _ = policy_loss(
                         cfg.correction, logp, part.logq, A, part.mask, logp_stale=part.logp_stale,
                         logp_anchor=logp.detach(), head_logp=head_logp, head_logq=part.head_logq,
@@ -207,16 +227,17 @@ def train(cfg):
                         clip=cfg.clip)
                     total -= float(A[part.mask].sum())
                 else:
-                    heads = head_product(model, hidden, V) + head_product(teacher, hidden_T, V)
-                    value = ChunkedDivergence.apply(*heads, cfg.loss, cfg.loss_k)
+                    heads = head_product(model, hidden) + head_product(teacher, hidden_T)
+                    value = ChunkedDivergence.apply(*heads, cfg.loss, cfg.loss_k, run.stop_ids)
                     loss, total = value / N, total + float(value.detach())
                 loss.backward()
             norm = dlc.update(model, run.optimizer)
 
             # 3. Measure both gaps and the ESS, sync by the same rules as dlc.py, log.
             graded = dlc.grade(rollout, batch, run.stop_ids, tokenizer, cfg)
+            kept = [R for R, whole in zip(graded[0], rollout.mask.any(1)) if whole]
             row = dict(step=step, version=int(rollout.version[0, 0]), teacher_kl=total / N,
-                       teacher_kl_by_q=gap_q / N, reward=sum(graded[0]) / len(batch))
+                       teacher_kl_by_q=gap_q / N, reward=sum(kept) / max(1, len(kept)))
             row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
             row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")))
             run.end_step(row, rollout, batch, graded)
