@@ -22,7 +22,7 @@ OPTIONS = """correction weights kv keep-bf16 noise sync-every sync-ess lag async
 GOOD = [json.dumps(dict(prompt=f"{i}+1=", answer=str(i + 1))) for i in range(4)]
 FILES = dict(
     broken='{"prompt": "1', missing='{"prompt": "1+1="}', array='["1+1=", "2"]', few=GOOD[0],
-    nothing=None, number='{"prompt": "1+1=", "answer": 2}', empty='{"prompt": "", "answer": "2"}',
+    nothing=None, empty='{"prompt": "", "answer": "2"}',
     blank='{"prompt": "1+1=", "answer": " "}', latin1='{"prompt": "\xe9", "answer": "e"}',
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ BAD = """--steps -1|--steps 0|--lr nan|--lr 0|--noise nan|--noise -1|--group-siz
 --device tpu|--device cuda:x|--model bare|--model ./none|--seed 99999999999999999999|--data none
 --data .|--out full|--out full/x|--lag 0 --async|--async --sampler vllm
 --resume full|--resume none""".replace("\n", "|").split("|")
-BAD += [f"--data {x} --prompts 1" for x in "broken missing array number empty blank latin1".split()]
+BAD += [f"--data {x} --prompts 1" for x in "broken missing array empty blank latin1".split()]
 BAD += [] if torch.cuda.is_available() else ["--device cuda"]
 WORDS = """--correction ppo|--weights fp4|--kv int8|--steps two|--optimizer lion|--dtype float16
 --ess-level batch|--sampler sglang|--max-lag 2|--resum full|--stepz 3|--correctio dlc|--async yes
