@@ -709,7 +709,7 @@ def load_data(cfg, tokenizer, model=None):
                              f"{cfg.max_new_tokens} fill the model's context")  # fmt: skip
         if ids[-1] in stops:
             stop = tokenizer.decode(ids[-1])
-            raise ValueError(f"{source}: {what} ends in the stop token {stop!r}; have the tokenizer "
+            raise ValueError(f"{source}: {what} ends in the stop {stop!r}; have the tokenizer "
                              "add none (add_eos_token: false)")  # fmt: skip
         row["ids"] = ids
     if any(row["ids"][:2] == [tokenizer.bos_token_id] * 2 for row in rows):

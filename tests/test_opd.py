@@ -264,7 +264,8 @@ def test_another_tokenizer_or_stop_token_is_refused(here, tmp_path):
     other.save_pretrained(tmp_path / "padded"), tokenizer.save_pretrained(tmp_path / "padded")
     cfg = dataclasses.replace(cfg, teacher=str(tmp_path / "padded"))
     teacher = opd.load_teacher(cfg, student, tokenizer)
-    assert len(teacher.lm_head.weight) == 14 and not any(p.requires_grad for p in teacher.parameters())
+    assert len(teacher.lm_head.weight) == 14
+    assert not any(p.requires_grad for p in teacher.parameters())
     other.config.pad_token_id = None
     other.resize_token_embeddings(12)
     other.save_pretrained(tmp_path / "short"), tokenizer.save_pretrained(tmp_path / "short")
@@ -337,9 +338,10 @@ def test_budget_ends_where_the_fitted_quality_leaves_the_tolerance(calibrated):
     assert budget["lag"] == {"0": 0, "1": 0.01, "2": 0.02}
     opd.calibrate(dataclasses.replace(cfg, tolerance=0.02))
     assert json.loads(Path("budget.json").read_text())["budget"] == curve[0]["mismatch"]
-    for levels, words in (("0.1,0.2", "--levels 0.1,0.2: 0, the clean run"), ("0,x", "'x'")):
-        with pytest.raises(ValueError, match=words):
-            opd.calibrate(dataclasses.replace(cfg, levels=levels))
+    opd.calibrate(dataclasses.replace(cfg, levels="1.6"))  # the clean run is always among them
+    assert [r["noise"] for r in json.loads(Path("budget.json").read_text())["curve"]] == [0, 1.6]
+    with pytest.raises(ValueError, match="'x'"):
+        opd.calibrate(dataclasses.replace(cfg, levels="0,x"))
 
 
 def test_admission_adds_the_lag_reads_keep_and_measures_each_source_alone(calibrated):
@@ -479,8 +481,7 @@ def padded(folder, to, size):
 
 @pytest.mark.parametrize("loss", ["full", "sampled"])
 def test_padding_of_a_vocabulary_is_no_difference(here, tmp_path, loss):
-    """Teacher = student but for padding of either head: no loss; a drawn padding token drops its
-    response."""
+    """Teacher = student but for padding of either head, which is cut off: no loss, none drawn."""
     how = dict(steps=1, loss=loss, data=None, weights="bf16", kv="bf16", optimizer="sgd",
                max_new_tokens=4, prompts=16)
     teacher = padded(here[0], tmp_path / "t", 16)
@@ -488,7 +489,7 @@ def test_padding_of_a_vocabulary_is_no_difference(here, tmp_path, loss):
     assert abs(rows[0]["teacher_kl"]) < 1e-5 and rows[0]["grad_norm"] < 1e-4
     assert rows[0]["dropped"] == 0
     rows = opd.train(config(student=teacher, teacher=str(here[0]), out="b", **how))
-    assert rows[0]["dropped"] > 0 and math.isfinite(rows[0]["teacher_kl"])
+    assert rows[0]["dropped"] == 0 and abs(rows[0]["teacher_kl"]) < 1e-5
 
 
 def test_every_response_of_a_micro_batch_dropped(here, monkeypatch):
@@ -502,9 +503,8 @@ def test_a_head_with_a_bias_is_the_whole_head(here):
     student, _ = dlc.load_model(here[0], "float32", "cpu")
     head, hidden = student.get_output_embeddings(), torch.randn(5, 64)
     head.bias = torch.nn.Parameter(torch.randn(14))
-    for vocab in (14, 11):
-        x, weight = S.head_product(student, hidden, vocab)
-        assert torch.allclose(x @ weight.t(), head(hidden)[:, :vocab], atol=1e-5)
+    x, weight = S.head_product(student, hidden)
+    assert torch.allclose(x @ weight.t(), head(hidden), atol=1e-5)
 
 
 def test_too_little_memory_is_refused(capsys):

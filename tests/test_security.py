@@ -73,6 +73,6 @@ def test_a_path_in_data_or_in_a_recipe_is_text(tmp_path, monkeypatch):
     note = lambda path: opened.append(path.name) or read(path)
     monkeypatch.setattr(Path, "read_bytes", note)
     monkeypatch.setattr(Path, "read_text", lambda path: note(path).decode())
-    assert dlc.read_data("data.jsonl") == [dict(prompt="@secret.json", answer="file:secret.json")]
+    assert dlc.read_data("data.jsonl") == [row]
     assert dlc.keep_list("@recipe.json", None) == ["@secret.json", "../secret.json"]
     assert "secret.json" not in opened and set(opened) == {"data.jsonl", "recipe.json"}
