@@ -93,8 +93,10 @@ def test_a_prefix_cache_that_is_not_dropped_stops_the_run(pair, monkeypatch):
 def moe():
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+        vocab_size=256, hidden_size=64, intermediate_size=64, moe_intermediate_size=64,
+        num_experts=4, num_experts_per_tok=2,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512,
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=3, pad_token_id=0))  # fmt: skip
     with torch.no_grad():
         for p in model.parameters():
@@ -103,7 +105,8 @@ def moe():
 
 
 def mixture_of_experts():
-    """What the next test runs in a process of its own: vLLM sets up experts only with a process's first model."""
+    """What the next test runs in a process of its own: vLLM sets up experts only with the first
+    model of a process."""
     model, gaps, patch = moe(), [], pytest.MonkeyPatch()
     measure, save = S.VLLMSampler._gap, type(model).save_pretrained
 
@@ -129,7 +132,7 @@ def mixture_of_experts():
     assert len(gaps) == 5 and max(gaps) < 1e-4
     del sampler  # one engine at a time
 
-    with patch.context() as m:  # a hand-over that damages is not the yardstick of what comes after it
+    with patch.context() as m:  # a hand-over that damages is no yardstick of what comes after
         m.setattr(S, "pack_again", lambda worker, tied: None)
         with pytest.raises(ValueError, match="does not hold the weights of step 0"):
             S.VLLMSampler(model, "none", "none", head_k=32, memory=1)
@@ -139,7 +142,7 @@ def mixture_of_experts():
 
 
 def test_a_mixture_of_experts_is_the_trainers_as_started_and_after_every_sync():
-    """The reload of vLLM's CPU build forgets to pack the experts: half a nat, from the first hand-over on."""
+    """The reload of vLLM's CPU build forgets to pack the experts: half a nat, from the first on."""
     command = [sys.executable, "-c", "import conftest, test_vllm; test_vllm.mixture_of_experts()"]
     run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -153,7 +156,8 @@ def test_narrow_formats_are_held_to_what_pytorch_gives_for_them(pair):
         gaps[weights] = S.VLLMSampler._gap(plain, plain.sample)
     print(gaps)
     assert pair[1].limit == 0.02  # of "none": 0, and so the floor
-    assert gaps["none"] < 1e-5 < gaps["bf16"] < gaps["fp8"] < gaps["int2"] > 0.1 > gaps["bf16"] > 1e-4
+    assert gaps["none"] < 1e-5 and 1e-4 < gaps["bf16"] < 0.1 < gaps["int2"]
+    assert gaps["bf16"] < gaps["fp8"] < gaps["int2"]
 
 
 def test_weights_are_rounded_and_noisy_before_they_are_handed_over(pair, monkeypatch):
