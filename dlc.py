@@ -418,13 +418,14 @@ def check(cfg):
         (0 < cfg.lr < float("inf"), f"--lr {cfg.lr}: must be above 0, and finite"),
         (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
         (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
+        (not cfg.lag or cfg.sync_every or cfg.sync_ess, f"--lag {cfg.lag}: has no sync to delay"),
         (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
         (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
         (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
     ]  # fmt: skip
     least = dict(steps=1, prompts=1, minibatches=1, micro_batch=1, max_new_tokens=1, head_k=1,
-                 save_every=1, sync_every=0, noise=0, seed=0)  # fmt: skip
+                 save_every=1, sync_every=0, noise=0, seed=0, clip=0, cap=0)  # fmt: skip
     rules += [(getattr(cfg, k) is None or v <= getattr(cfg, k) < 2**40,
                f"--{k.replace('_', '-')} {getattr(cfg, k)}: must be {v} or more")
               for k, v in least.items()]  # fmt: skip
@@ -435,8 +436,9 @@ def check(cfg):
         torch.empty(0, device=cfg.device)
     except (RuntimeError, AssertionError) as e:  # no such device, or a torch without CUDA
         raise ValueError(f"--device {cfg.device}: {str(e).splitlines()[0]}") from None
-    if cfg.data:
-        read_data(cfg.data)  # before a model is made or loaded
+    keep_list(cfg.keep_bf16, None)  # like the data, before a model is made or loaded
+    if cfg.data and not read_data(cfg.data):
+        raise ValueError(f"--data {cfg.data}: holds no rows")
     if cfg.micro_batch is None:
         cfg.micro_batch = batch // cfg.minibatches
     return cfg
@@ -671,7 +673,7 @@ def read_data(path):
                 if type(row["answer"]) in (int, float):
                     row["answer"] = str(row["answer"])
                 assert turns and row["answer"].strip()
-                assert all(m["role"].strip() and m["content"].strip() for m in turns)
+                assert all(m["role"].strip() and m["content"].strip().encode() for m in turns)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
             raise ValueError(f'--data {path} line {n}: {line[:40]!r} must be {{"prompt": text or '
                              'messages, "answer": text or number}, none of them empty') from None

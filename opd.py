@@ -171,6 +171,8 @@ def check(cfg):
         raise ValueError(f"--student {cfg.student}: needs a --teacher with the same tokenizer")
     if min(cfg.loss_k, cfg.seeds) < 1:
         raise ValueError(f"--loss-k {cfg.loss_k}, --seeds {cfg.seeds}: must be 1 or more")
+    if not (cfg.tolerance >= 0 and cfg.target >= 0):
+        raise ValueError(f"--tolerance {cfg.tolerance}, --target {cfg.target}: must be 0 or more")
     tiny = {} if cfg.student else dict(steps=300, lr=1e-3)
     unset = {k: v for k, v in tiny.items() if getattr(cfg, k) is None}
     return dlc.check(replace(cfg, model=cfg.student, **unset))
@@ -306,7 +308,7 @@ def within(curve, tolerance):
 def trained(cfg, folder, **how):
     """Rows of a training run by `cfg`, changed as `how` says: of one in `folder`, or made now."""
     wanted = fingerprint(cfg) | dict(weights="bf16", kv="bf16", sync_every=1) | how
-    for run in (model.parent for model in folder.glob("*/model")):  # written when all is done
+    for run in (state.parent for state in folder.glob("*/state.pt")):  # saved by its last step
         made = json.loads((run / "config.json").read_text())
         if all(made.get(k) == v for k, v in wanted.items()):
             return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -406,7 +408,7 @@ def capacity(cfg):
             layer.update(*keys_values)
         each = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
         room = cfg.capacity * 2**30 - 8 * len(layers - wide)  # less two scales a narrow layer
-        if room < each:
+        if not room >= each:
             raise ValueError(f"--capacity {cfg.capacity}: has no room for one token; give more")
         rows.append((name, each, int(room // each), rows[0][1] / each if rows else 1.0))
     return rows
@@ -451,8 +453,8 @@ def main(argv=None):
         write(path, lambda new: new.write_text(json.dumps(result, indent=1)))
         print(f"{path}: keep {result['keep_bf16']} -> {result['mismatch']:.6f} nats a token")
     elif cfg.capacity is not None:
-        print(f"KV cache in {cfg.capacity} GiB{'':26}bytes/token      tokens   against bf16")
         result = capacity(cfg)
+        print(f"KV cache in {cfg.capacity} GiB{'':26}bytes/token      tokens   against bf16")
         for name, each, tokens, ratio in result:
             print(f"{name:44}{each:13,.1f}{tokens:12,d}{ratio:11.2f}x")
     else:
