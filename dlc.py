@@ -418,7 +418,7 @@ def check(cfg):
         (0 < cfg.lr < float("inf"), f"--lr {cfg.lr}: must be above 0, and finite"),
         (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
         (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
-        (not cfg.lag or cfg.sync_every or cfg.sync_ess, f"--lag {cfg.lag}: has no sync to delay"),
+        (cfg.lag <= cfg.async_ or cfg.sync_every or cfg.sync_ess, f"--lag {cfg.lag}: delays no sync"),
         (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
         (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
