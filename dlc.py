@@ -38,6 +38,7 @@ import re
 import shutil
 import sys
 import time
+import zlib
 from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -418,7 +419,8 @@ def check(cfg):
         (0 < cfg.lr < float("inf"), f"--lr {cfg.lr}: must be above 0, and finite"),
         (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
         (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
-        (cfg.lag <= cfg.async_ or cfg.sync_every or cfg.sync_ess, f"--lag {cfg.lag}: delays no sync"),
+        (cfg.lag <= cfg.async_ or cfg.sync_every or cfg.sync_ess,
+         f"--lag {cfg.lag}: there is no sync to delay"),
         (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
         (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
@@ -466,10 +468,20 @@ def write(path, save):
     os.replace(new, path)
 
 
+def versions(models, rows):
+    """What the numbers of a run depend on beside its options; data and weights by checksums."""
+    made = dict(torch=torch.__version__, transformers=transformers.__version__,
+                threads=torch.get_num_threads(), data=zlib.crc32(repr(rows).encode()), weights=0)
+    for p in (p for model in models if model for p in model.parameters()):
+        bits = p.detach().flatten().cpu().view(torch.uint8).numpy()
+        made["weights"] = zlib.crc32(bits, made["weights"])
+    return made
+
+
 class Run:
     """Model, optimizer, sampler, data and folder of a run."""
 
-    def __init__(self, cfg, model, tokenizer, name):
+    def __init__(self, cfg, model, tokenizer, name, teacher=None):
         self.cfg, self.model, self.tokenizer, self.rows = cfg, model, tokenizer, []
         self.data, self.held_out = load_data(cfg, tokenizer, model)
         optimizer = dict(adam=torch.optim.Adam, sgd=torch.optim.SGD)[cfg.optimizer]
@@ -485,11 +497,17 @@ class Run:
         names = (Path(f"runs/{name}-{i}") for i in itertools.count(1))
         self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
         self.folder.mkdir(parents=True, exist_ok=True)
+        now = versions([model, teacher], [self.data, self.held_out])
         if cfg.resume:
+            then = json.loads((self.folder / "config.json").read_text())["versions"]
+            if bad := [k for k in ("data", "weights") if then.get(k, now[k]) != now[k]]:
+                raise ValueError(f"--resume {self.folder}: the {bad[0]} are not those it began with; "
+                                 "to go on, take their checksum out of versions in its config.json")
+            if then | now != then:
+                print(f"{self.folder}: begun with {then}, resumed with {now}: numbers may differ")
             self.restore()
         else:
-            versions = dict(torch=torch.__version__, transformers=transformers.__version__)
-            config = json.dumps(asdict(cfg) | dict(versions=versions), indent=1)
+            config = json.dumps(asdict(cfg) | dict(versions=now), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
             self.finish(name)  # what a crash leaves; what cannot be written is known before a step
             self.before = self.accuracies("_base")

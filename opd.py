@@ -200,7 +200,7 @@ def train(cfg):
     path = cfg.student or cfg.base or tiny_base()
     model, tokenizer = load_model(path, "float32", cfg.device, "--student")
     teacher = load_teacher(cfg, model, tokenizer)
-    with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}") as run:
+    with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}", teacher) as run:
         exact = TorchSampler(teacher, "none", "none")
         run.before["accuracy_teacher"] = dlc.accuracy(exact, run.held_out, tokenizer, cfg)
         print(f"{run.folder}: {cfg.loss}, {cfg.sampler} sampler, {cfg.weights}, KV {cfg.kv}")
@@ -308,10 +308,11 @@ def within(curve, tolerance):
 def trained(cfg, folder, **how):
     """Rows of a training run by `cfg`, changed as `how` says: of one in `folder`, or made now."""
     wanted = fingerprint(cfg) | dict(weights="bf16", kv="bf16", sync_every=1) | how
-    for run in (state.parent for state in folder.glob("*/state.pt")):  # saved by its last step
-        made = json.loads((run / "config.json").read_text())
-        if all(made.get(k) == v for k, v in wanted.items()):
-            return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for log in folder.glob("*/metrics.jsonl"):
+        made = json.loads(log.with_name("config.json").read_text())
+        lines = log.read_text().splitlines()
+        if len(lines) == made["steps"] and all(made.get(k) == v for k, v in wanted.items()):
+            return [*map(json.loads, lines)]
     out = str(folder / str(time.time_ns()))
     return train(replace(cfg, out=out, save_every=cfg.steps, **how))
 
