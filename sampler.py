@@ -227,7 +227,7 @@ class LinearLogps(torch.autograd.Function):
     hidden (N, D), weight (V, D), ids (N, J)  ->  (N, J), float32 or wider
     d log π(j) / d logits = onehot(j) - π; a frozen head gets no gradient, and none is made."""
 
-    CHUNK = 2**23  # logits alive at a time
+    CHUNK = 2**25  # logits alive at a time
 
     @staticmethod
     def forward(ctx, hidden, weight, ids):
