@@ -501,8 +501,9 @@ class Run:
         if cfg.resume:
             then = json.loads((self.folder / "config.json").read_text())["versions"]
             if bad := [k for k in ("data", "weights") if then.get(k, now[k]) != now[k]]:
-                raise ValueError(f"--resume {self.folder}: the {bad[0]} are not those it began with; "
-                                 "to go on, take their checksum out of versions in its config.json")
+                raise ValueError(f"--resume {self.folder}: the {bad[0]} are not those it began "
+                                 "with; to go on with these, take their checksum out of versions "
+                                 "in its config.json")  # fmt: skip
             if then | now != then:
                 print(f"{self.folder}: begun with {then}, resumed with {now}: numbers may differ")
             self.restore()
@@ -729,7 +730,7 @@ def load_data(cfg, tokenizer, model=None):
                              f"{cfg.max_new_tokens} fill the model's context")  # fmt: skip
         if ids[-1] in stops:
             stop = tokenizer.decode(ids[-1])
-            raise ValueError(f"{source}: {what} ends in the stop {stop!r}; have the tokenizer "
+            raise ValueError(f"{source}: {what} ends in stop token {stop!r}; have its tokenizer "
                              "add none (add_eos_token: false)")  # fmt: skip
         row["ids"] = ids
     if any(row["ids"][:2] == [tokenizer.bos_token_id] * 2 for row in rows):

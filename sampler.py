@@ -657,7 +657,8 @@ class VLLMSampler(TorchSampler):
     def _gap(self, draw, limit=math.inf):
         """Nats between the head that `draw` gives on the probe and the unquantised copy's."""
         r = draw(self.probe.tolist(), 8, seed=0)
-        gap = float((r.head_logq - r.head_logp_stale)[r.mask].abs().mean())
+        off = r.head_logq.exp() * (r.head_logq - r.head_logp_stale).abs()  # as likely under q
+        gap = float(off.sum(-1)[r.mask].mean())
         if not gap <= limit:
             raise ValueError(f"vLLM does not hold the weights of step {self.version}: it is "
                              f"{gap:.3f} nats off, and PyTorch in these formats {limit / 4:.3f}")

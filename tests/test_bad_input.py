@@ -54,6 +54,7 @@ def data():
         null=jsonl(pair(None)), list=jsonl(pair("1+1=", ["2"])), blank=jsonl(pair(" ")),
         deep="[" * 200_000, nul=jsonl(*ROWS) + "\n\0\0", word=jsonl(*ROWS, '"prompt answer"'),
         followed=jsonl(*ROWS, pair("@base/config.json")),
+        surrogate=jsonl(*ROWS, '{"prompt": "\\ud800", "answer": "2"}'),
         digits=jsonl(*ROWS, '{"prompt": ' + "1" * 9999 + ', "answer": "2"}'),
         long=jsonl(*ROWS, pair("1" * 61)),
         unread=jsonl(*ROWS, pair("1+x=")), words=jsonl(*ROWS, pair("one and one")))
@@ -199,6 +200,11 @@ dlc: --group-size 1 | --group-size 1 advantage
 dlc: --lr 0 | --lr 0.0 above 0
 dlc: --lr -1 | --lr -1.0 above 0
 dlc: --lr nan | --lr nan above 0
+dlc: --cap nan | --cap nan 0 or more
+dlc: --clip -0.1 | --clip -0.1 0 or more
+dlc: --noise inf | --noise inf 0 or more
+dlc: --seed -1 | --seed -1 0 or more
+dlc: --lag 2 --sync-every 0 | --lag 2 sync
 dlc: --sync-every 1.5 | --sync-every 1.5 int
 dlc: --sync-ess 2 | --sync-ess 2.0 from 0 to 1
 dlc: --sync-ess nan | --sync-ess nan from 0 to 1
@@ -221,7 +227,7 @@ P dlc: --bias=yes | yes --help
 dlc: --temperature 0.7 | --temperature --help
 dlc: --step 3 | --step --steps
 dlc: --keep-bf16 model.layers.0.nope {m} | model.layers.0.nope model.layers.0.kv
-dlc: --keep-bf16 @{w}/none.json {m} | none.json --sensitivity
+dlc: --keep-bf16 @{w}/none.json | none.json --sensitivity
 dlc: --keep-bf16 @{w} {m} | directory --sensitivity
 P dlc: --keep-bf16 @{w}/r_half.json {m} | r_half.json --sensitivity
 dlc: --keep-bf16 @{w}/r_list.json {m} | r_list.json --sensitivity
@@ -230,7 +236,7 @@ dlc: --keep-bf16 @{w}/r_text.json {m} | keep_bf16 no such module
 dlc: --keep-bf16 @{w}/r_other.json {m} | r_other.json qwen3
 dlc: --keep-bf16 @{w}/r_follow.json {m} | '@r_other.json' no such module
 dlc: --data {w}/empty.jsonl {m} | empty.jsonl no rows
-dlc: --data {w}/spaces.jsonl {m} | spaces.jsonl no rows
+dlc: --data {w}/spaces.jsonl | spaces.jsonl no rows
 P dlc: --data {w}/half.jsonl | half.jsonl line 10 must be
 dlc: --data {w}/noanswer.jsonl | noanswer.jsonl line 10 must be answer
 dlc: --data {w}/null.jsonl | null.jsonl line 1 must be
@@ -241,6 +247,7 @@ dlc: --data {w}/nul.jsonl | nul.jsonl line 10 must be
 dlc: --data {w}/word.jsonl | word.jsonl line 10 must be
 dlc: --data {w}/array.jsonl | array.jsonl line 1 must be
 dlc: --data {w}/digits.jsonl | digits.jsonl line 10 must be
+dlc: --data {w}/surrogate.jsonl | surrogate.jsonl line 10 must be
 dlc: --data {w}/utf16.jsonl | utf16.jsonl line 1
 dlc: --data {w}/latin1.jsonl | latin1.jsonl line 1
 dlc: --data {w} | directory
@@ -296,6 +303,8 @@ opd: --student {w}/base | --student base --teacher
 opd: --loss kl | --loss kl full
 opd: --loss-k 0 | --loss-k 0 1 or more
 opd: --seeds 0 --calibrate | --seeds 0 1 or more
+opd: --tolerance nan --calibrate | --tolerance nan 0 or more
+opd: --target -1 --sensitivity | --target -1.0 0 or more
 opd: --levels 0,x --calibrate --student {w}/base --teacher {w}/base | 'x'
 P opd: --admit | --budget budget.json --calibrate
 opd: --admit --budget {w}/b_half.json | b_half.json not a budget --calibrate
@@ -303,6 +312,7 @@ opd: --admit --budget {w}/b_list.json | b_list.json not a budget --calibrate
 opd: --admit --budget {w}/b_keys.json | b_keys.json not a budget --calibrate
 opd: --admit --budget {w}/b_other.json | b_other.json lr 7.0 calibrate
 opd: --capacity 0 | --capacity 0.0 no room more
+opd: --capacity nan | --capacity nan no room more
 opd: --capacity 1e-9 | --capacity 1e-09 more
 opd: --capacity 1 --student {w}/bare --teacher {w}/bare | --student bare
 opd: --capacity 1 --keep-bf16 model.layers.99.kv | model.layers.99.kv 28 layers
