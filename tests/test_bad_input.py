@@ -296,7 +296,7 @@ dlc: --resume {w}/run_nostate | run_nostate state.pt
 dlc: --resume {w}/run_cutstate | run_cutstate broken
 dlc: --resume {w}/run_junk | run_junk broken
 P dlc: --resume {w}/run_evil | run_evil broken
-dlc: --resume {w}/run_model | run_model broken
+dlc: --resume {w}/run_model | run_model weights not those
 dlc: --resume {w}/run_gone | --model nowhere/at/all
 opd: --model {w}/base | --model --help
 opd: --student {w}/base | --student base --teacher
