@@ -627,7 +627,9 @@ class VLLMSampler(TorchSampler):
         self.version = 0
         super()._build()  # how far off the same formats are in PyTorch
         super()._load()
-        self.limit, self.engine = 4 * max(0.005, self._gap(super().sample)), None
+        exact = {self.weights, self.kv} <= {"none", "bf16"}  # else 0.1 is the least that tells
+        self.limit = 4 * max(0.005 if exact else 0.025, self._gap(super().sample))
+        self.engine = None
         torch.cuda.empty_cache()
         self.vllm, self.kv_scales = vllm, [(1.0, 1.0)] * self.layers
         with tempfile.TemporaryDirectory() as folder:
