@@ -627,8 +627,8 @@ class VLLMSampler(TorchSampler):
         self.version = 0
         super()._build()  # how far off the same formats are in PyTorch
         super()._load()
-        exact = {self.weights, self.kv} <= {"none", "bf16"}  # else 0.1 is the least that tells
-        self.limit = 4 * max(0.005 if exact else 0.025, self._gap(super().sample))
+        exact = {self.weights, self.kv} <= {"none", "bf16"}  # else 0.2 is the least that tells
+        self.limit = 4 * max(0.005 if exact else 0.05, self._gap(super().sample))
         self.engine = None
         torch.cuda.empty_cache()
         self.vllm, self.kv_scales = vllm, [(1.0, 1.0)] * self.layers
