@@ -463,9 +463,12 @@ def write(path, save):
         save(new)
     except Exception as e:  # of torch, safetensors or matplotlib
         raise OSError(f"{path} cannot be written: {e}") from e
-    if new.is_dir() and path.is_dir():
-        shutil.rmtree(path)
-    os.replace(new, path)
+    if new.is_dir() and path.is_dir():  # moved aside, for a kill in between
+        gone = path.rename(f"{new}.gone.tmp")
+        os.replace(new, path)
+        shutil.rmtree(gone)
+    else:
+        os.replace(new, path)
 
 
 def versions(models, rows):
