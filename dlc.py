@@ -35,6 +35,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shutil
 import sys
 import time
@@ -53,8 +54,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from sampler import (FORMATS, KV_FORMATS, DelayedSampler, Rollout, TorchSampler, VLLMSampler,
-                     context, mismatch, positions, stop_tokens, tail, token_logps)  # fmt: skip
+from sampler import (FORMATS, KV_FORMATS, DelayedSampler, TorchSampler, VLLMSampler, context,
+                     mismatch, stop_tokens, tail, token_logps)  # fmt: skip
 
 sys.set_int_max_str_digits(0)  # a response may be one long number
 transformers.utils.logging.disable_progress_bar()
@@ -286,13 +287,15 @@ class Config:  # a field is an option, and the comment beside it is its help
     ess_level: Literal["sequence", "token"] = "sequence"  # what the ESS counts
     model: str | None = None  # Hugging Face causal LM, folder or name (default: a tiny one)
     base: str | None = None  # another tiny one, as tiny_base makes them
-    data: str | None = None  # JSONL of {"prompt": text, "answer": text} (default: sums)
-    steps: int | None = None  # batches (default: 500; 20 with --model)
-    prompts: int | None = None  # prompts in a batch (default: 32; 8 with --model)
+    data: str | None = None  # JSONL of prompt and answer (default: digits to sort)
+    digits: int = 16  # how many, in a prompt of the default task
+    reward: str | None = None  # FILE.py with reward(completion, row, stopped), instead of dlc.py's
+    steps: int | None = None  # batches (default: 100; 20 with --model)
+    prompts: int | None = None  # prompts in a batch (default: 16; 8 with --model)
     group_size: int = 8  # responses to each prompt
     minibatches: int = 1  # optimizer updates in a batch
     micro_batch: int | None = None  # responses in one forward pass (default: a minibatch)
-    lr: float | None = None  # learning rate (default: 0.0002; 1e-05 with --model)
+    lr: float | None = None  # learning rate (default: 0.0001; 1e-05 with --model)
     optimizer: Literal["adam", "sgd"] = "adam"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward; weights are float32
     scale_advantage: bool = False  # divide the advantage by its group's standard deviation
@@ -301,7 +304,7 @@ class Config:  # a field is an option, and the comment beside it is its help
     sampler: Literal["torch", "vllm"] = "torch"  # vllm: a real engine
     sampler_memory: float | None = None  # vllm's share of the GPU (0.4); on a CPU GiB of KV
     head_k: int = 64  # K, tokens recorded at each position (at most the vocabulary)
-    max_new_tokens: int | None = None  # longest response (default: 4; 12 with --model)
+    max_new_tokens: int | None = None  # longest response (default: digits + 1; 12 with --model)
     seed: int = 0  # of prompts, sampling and noise
     device: str | None = None  # cpu, cuda, cuda:1 (default: cuda where there is one)
     out: str | None = None  # the run's folder (default: runs/dlc-CORRECTION-1, -2, ...)
@@ -314,7 +317,8 @@ class Config:  # a field is an option, and the comment beside it is its help
 def train(cfg):
     """Run `cfg`; one dict a step. The last one also holds the accuracies, before and after."""
     cfg = check(cfg)
-    model, tokenizer = load_model(cfg.model or cfg.base or tiny_base(), "float32", cfg.device)
+    path = cfg.model or cfg.base or tiny_base(digits=cfg.digits)
+    model, tokenizer = load_model(path, "float32", cfg.device)
     with autocast(cfg), Run(cfg, model, tokenizer, f"dlc-{cfg.correction}") as run:
         print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights "
               f"{cfg.weights}, KV {cfg.kv}\n step version  reward  discrepancy      lag    ESS  "
@@ -402,7 +406,7 @@ def due(cfg, row, latest):
 
 def check(cfg):
     """`cfg` with its defaults filled in. ValueError: what would go wrong late or in silence."""
-    tiny = dict(steps=500, prompts=32, lr=2e-4, max_new_tokens=4, save_every=50)
+    tiny = dict(steps=100, prompts=16, lr=1e-4, max_new_tokens=cfg.digits + 1, save_every=50)
     real = dict(steps=20, prompts=8, lr=1e-5, max_new_tokens=12, save_every=5)
     fill = (real if cfg.model else tiny) | dict(lag=int(cfg.async_))
     fill["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -427,7 +431,7 @@ def check(cfg):
         (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
     ]  # fmt: skip
     least = dict(steps=1, prompts=1, minibatches=1, micro_batch=1, max_new_tokens=1, head_k=1,
-                 save_every=1, sync_every=0, noise=0, seed=0, clip=0, cap=0)  # fmt: skip
+                 save_every=1, digits=1, sync_every=0, noise=0, seed=0, clip=0, cap=0)  # fmt: skip
     rules += [(getattr(cfg, k) is None or v <= getattr(cfg, k) < 2**40,
                f"--{k.replace('_', '-')} {getattr(cfg, k)}: must be {v} or more")
               for k, v in least.items()]  # fmt: skip
@@ -438,7 +442,8 @@ def check(cfg):
         torch.empty(0, device=cfg.device)
     except (RuntimeError, AssertionError) as e:  # no such device, or a torch without CUDA
         raise ValueError(f"--device {cfg.device}: {str(e).splitlines()[0]}") from None
-    keep_list(cfg.keep_bf16, None)  # like the data, before a model is made or loaded
+    keep_list(cfg.keep_bf16, None)  # like what follows, before a model is made or loaded
+    reward_of(cfg.reward)
     if cfg.data and not read_data(cfg.data):
         raise ValueError(f"--data {cfg.data}: holds no rows")
     if cfg.micro_batch is None:
@@ -646,29 +651,37 @@ def number(text):
     return Fraction(found[0]) if found else None
 
 
-def reward(completion, answer, stopped, partial):
-    """In [0, 1]; a fork replaces this. Where the answer is a number, or a solution that ends in one
-    after ####: 1 if it is the completion's; else 1 if the stripped text up to the stop is the
-    answer. `partial`, the tiny task: the share of leading characters that are right, with the stop
-    as the last."""
-    if partial:
-        want, got = answer + "$", completion + "$" * stopped
-        return len(os.path.commonprefix([want, got])) / len(want)
-    answer = answer.rpartition("####")[2].strip()
+def reward(completion, row, stopped):
+    """In [0, 1]; --reward FILE.py replaces this. Where the answer is a number, or a solution that
+    ends in one after ####: 1 if it is the completion's; else 1 if the stripped text up to the stop
+    is the answer. A row with "exact", as of the default task: 1 for the very answer and a stop."""
+    if row.get("exact"):
+        return float(stopped and completion == row["answer"])
+    answer = row["answer"].rpartition("####")[2].strip()
     if re.fullmatch(NUMBER, plain(answer)):
         return float(number(completion) == number(answer))
     return float(completion.strip() == answer)
+
+
+@functools.cache
+def reward_of(path):
+    """The function that --reward names; ValueError: the file cannot be run or has none."""
+    if path is None:
+        return reward
+    try:
+        return runpy.run_path(path)["reward"]
+    except Exception as e:  # of any kind: it is the user's own code
+        raise ValueError(f"--reward {path}: no reward(completion, row, stopped): {e!r}") from None
 
 
 def grade(rollout, rows, stop_ids, tokenizer, cfg):
     """(reward, completion, whether it reached a stop) of each response, as three lists."""
     y = rollout.tokens[:, -rollout.mask.shape[1] :]
     stopped = (torch.isin(y, stop_ids) & rollout.mask).any(1).tolist()
-    drawn = zip(y.tolist(), rollout.mask.sum(1).tolist(), stopped)
-    partial = not (cfg.model or cfg.data)
-    texts = [tokenizer.decode(ids[: max(0, n - s)], skip_special_tokens=not partial)
-             for ids, n, s in drawn]  # fmt: skip
-    rewards = [reward(t, r["answer"], s, partial) for t, r, s in zip(texts, rows, stopped)]
+    drawn = zip(y.tolist(), rollout.mask.sum(1).tolist(), stopped, rows)
+    texts = [tokenizer.decode(ids[: max(0, n - s)], skip_special_tokens=not row.get("exact"))
+             for ids, n, s, row in drawn]  # fmt: skip
+    rewards = [float(reward_of(cfg.reward)(*x)) for x in zip(texts, rows, stopped)]
     return rewards, texts, stopped
 
 
@@ -702,23 +715,25 @@ def read_data(path):
     return rows
 
 
-def load_data(cfg, tokenizer, model=None):
+def load_data(cfg, tokenizer, model):
     """(training rows, held-out rows); a row holds prompt, answer and the prompt's token ids.
     ValueError: a prompt that `model` cannot read, or too few rows."""
+    g = torch.Generator().manual_seed(0)
     if cfg.data:
-        rows = read_data(cfg.data)
-        held, source = min(100, max(1, len(rows) // 10)), f"--data {cfg.data}"
-    else:  # every sum below a limit, in a fixed order; the tiny model writes the units digit first
-        limit, held, source = (20, 64, "the sums") if cfg.model else (100, 500, "the sums")
-        text, step = ("What is {} + {}? The answer is", 1) if cfg.model else ("{}+{}=", -1)
-        order = torch.randperm(limit**2, generator=torch.Generator().manual_seed(0)).tolist()
-        pairs = [divmod(i, limit) for i in order]
-        rows = [dict(prompt=text.format(a, b), answer=str(a + b)[::step]) for a, b in pairs]
-    vocab = room = float("inf")
-    stops = []
-    if model is not None:
-        stops, vocab = stop_tokens(model),  len(model.get_input_embeddings().weight)
-        room = context(model) - cfg.max_new_tokens
+        rows, source = read_data(cfg.data), f"--data {cfg.data}"
+        held = min(100, max(1, len(rows) // 10))
+    elif cfg.model:  # every sum below 20 + 20, in a fixed order
+        pairs = [divmod(i, 20) for i in torch.randperm(400, generator=g).tolist()]
+        text = "What is {} + {}? The answer is"
+        rows = [dict(prompt=text.format(a, b), answer=str(a + b)) for a, b in pairs]
+        held, source = 64, "the sums"
+    else:  # digits to sort; of a few digits there are fewer strings than are drawn
+        drawn = torch.randint(10, (5_000, cfg.digits), generator=g).tolist()
+        texts = dict.fromkeys("".join(map(str, x)) for x in drawn)
+        rows = [dict(prompt=x + "=", answer="".join(sorted(x)), exact=True) for x in texts]
+        held, source = len(rows) // 10, f"--digits {cfg.digits}"
+    stops, vocab = stop_tokens(model), len(model.get_input_embeddings().weight)
+    room = context(model) - cfg.max_new_tokens
     for row in rows:
         asked, what = row["prompt"], f"the prompt {str(row['prompt'])[:40]!r}"
         if isinstance(asked, list):
@@ -726,7 +741,7 @@ def load_data(cfg, tokenizer, model=None):
                                                 return_dict=False)  # fmt: skip
         else:
             ids = tokenizer(asked)["input_ids"]
-        if not ids or max(ids) >= vocab or (not cfg.model and 12 in ids):  # 12: the tiny <pad>
+        if not ids or max(ids) >= vocab or (not cfg.model and tokenizer.pad_token_id in ids):
             raise ValueError(f"{source}: {what} is empty, or holds what the model has no token for")
         if len(ids) > room:
             raise ValueError(f"{source}: {what} has {len(ids)} tokens; {room} and --max-new-tokens "
@@ -743,38 +758,33 @@ def load_data(cfg, tokenizer, model=None):
     return rows[held:], rows[:held]
 
 
-def tiny_base(steps=350, width=64, layers=3):
-    """Folder of a tiny Qwen3 that gets some sums right, made once: `steps` supervised batches."""
-    folder = Path(f"runs/base-{layers}x{width}-{steps}")
+def tiny_base(steps=90, width=64, layers=3, digits=16, seed=0):
+    """Folder of a tiny Qwen3 that sorts some `digits`, made once: `steps` supervised batches."""
+    folder = Path(f"runs/base-{layers}x{width}-{digits}-{steps}-{seed}")
     if folder.exists():
         return folder
-    ids = {c: i for i, c in enumerate([*"0123456789+=", "<pad>", "<eos>"])}
+    ids = {c: i for i, c in enumerate([*"0123456789+=", "<pad>", "<eos>"])}  # a digit is its id
     raw = Tokenizer(models.WordLevel(ids, "<pad>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        vocab_size=14, hidden_size=width, intermediate_size=5 * width // 2,
+        vocab_size=len(ids), hidden_size=width, intermediate_size=5 * width // 2,
         num_hidden_layers=layers, num_attention_heads=width // 32, head_dim=32,
-        num_key_value_heads=width // 32, bos_token_id=None, eos_token_id=13, pad_token_id=12,
-        max_position_embeddings=64, tie_word_embeddings=True))  # fmt: skip
+        num_key_value_heads=width // 32, bos_token_id=None, eos_token_id=ids["<eos>"],
+        pad_token_id=ids["<pad>"], max_position_embeddings=128,
+        tie_word_embeddings=True))  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, fused=True)
-    rows, _ = load_data(Config(prompts=1), tokenizer)
-    g = torch.Generator().manual_seed(0)
-    for _ in tqdm(range(steps), desc=f"training the tiny base, once: {folder}", disable=None):
-        batch = [rows[i] for i in torch.randint(len(rows), (128,), generator=g)]
-        p = [[12] * (6 - len(r["ids"])) + r["ids"] for r in batch]
-        a = [tokenizer(r["answer"])["input_ids"] + [13] for r in batch]
-        mask = torch.arange(4) < torch.tensor([[len(x)] for x in a])
-        tokens = torch.tensor([x + y + [12] * (4 - len(y)) for x, y in zip(p, a)])
-        length = torch.tensor([len(r["ids"]) for r in batch])
-        attention, position = positions(length, 6, 9)  # one pass: prompts seldom repeat here
-        hidden = model.model(tokens[:, :-1], attention_mask=attention, position_ids=position,
-                             use_cache=False).last_hidden_state[:, 5:]  # fmt: skip
-        shown = Rollout(tokens, length, mask, *[None] * 6)
-        (-token_logps(model, shown, hidden=hidden[mask])[mask].mean()).backward()
+    g = torch.Generator().manual_seed(1 + seed)  # other digits than those of load_data
+    equals, stop = torch.full((128, 1), ids["="]), torch.full((128, 1), ids["<eos>"])
+    for i in tqdm(range(steps), desc=f"training the tiny base, once: {folder}", disable=None):
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1, 100 / (i + 1))
+        x = torch.randint(10, (128, digits), generator=g)
+        tokens = torch.cat([x, equals, x.sort().values, stop], 1)
+        logits = model(tokens[:, :-1]).logits[:, digits:]
+        torch.nn.functional.cross_entropy(logits.mT, tokens[:, digits + 1 :]).backward()
         optimizer.step()
         optimizer.zero_grad()
     folder.parent.mkdir(exist_ok=True)

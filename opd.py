@@ -147,7 +147,7 @@ class Config(dlc.Config):  # the rest of the options is that of dlc.py
     loss_k: int = 8  # K of the topk loss
     correction: Literal[tuple(dlc.CORRECTIONS)] = "reinforce"  # of the sampled loss
     group_size: int = 4  # responses to each prompt
-    steps: int | None = None  # batches (default: 300; 20 with --student)
+    steps: int | None = None  # batches (default: 100; 20 with --student)
     lr: float | None = None  # learning rate (default: 0.001; 1e-05 with --student)
     out: str | None = None  # the run's folder (default: runs/opd-LOSS-1, -2, ...)
     calibrate: bool = False  # measure the mismatch budget; resumable
@@ -173,14 +173,15 @@ def check(cfg):
         raise ValueError(f"--loss-k {cfg.loss_k}, --seeds {cfg.seeds}: must be 1 or more")
     if not (cfg.tolerance >= 0 and cfg.target >= 0):
         raise ValueError(f"--tolerance {cfg.tolerance}, --target {cfg.target}: must be 0 or more")
-    tiny = {} if cfg.student else dict(steps=300, lr=1e-3)
+    tiny = {} if cfg.student else dict(steps=100, lr=1e-3)
     unset = {k: v for k, v in tiny.items() if getattr(cfg, k) is None}
     return dlc.check(replace(cfg, model=cfg.student, **unset))
 
 
 def load_teacher(cfg, student, tokenizer):
     """The teacher, frozen. ValueError: it does not read and write the student's ids."""
-    path, name = cfg.teacher or tiny_base(steps=1200), f"--teacher {cfg.teacher}"
+    path = cfg.teacher or tiny_base(steps=300, digits=cfg.digits)
+    name = f"--teacher {cfg.teacher}"
     teacher, other = load_model(path, cfg.dtype, cfg.device, "--teacher")
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
     if odd := sorted(mine.items() ^ theirs.items()):
@@ -197,7 +198,7 @@ def load_teacher(cfg, student, tokenizer):
 def train(cfg):
     """Run `cfg`; one dict a step. The last one also holds the accuracies, before and after."""
     cfg = check(cfg)
-    path = cfg.student or cfg.base or tiny_base()
+    path = cfg.student or cfg.base or tiny_base(digits=cfg.digits)
     model, tokenizer = load_model(path, "float32", cfg.device, "--student")
     teacher = load_teacher(cfg, model, tokenizer)
     with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}", teacher) as run:
@@ -256,7 +257,7 @@ def train(cfg):
 
 def untrained(cfg):
     """(student before training, training prompts): what every probe is made with."""
-    path = cfg.student or cfg.base or tiny_base()
+    path = cfg.student or cfg.base or tiny_base(digits=cfg.digits)
     model, tokenizer = load_model(path, "float32", cfg.device, "--student")
     return model, dlc.load_data(cfg, tokenizer, model)[0]
 
@@ -277,8 +278,8 @@ def probe(cfg, model, data, **how):
 
 def fingerprint(cfg):
     """What a budget holds for: the pair, the loss, and the run that gave it."""
-    keys = ("student teacher base loss loss_k data steps lr prompts group_size optimizer "
-            "max_new_tokens dtype" + " correction clip cap" * (cfg.loss == "sampled"))
+    keys = "student teacher base digits data reward loss loss_k steps lr prompts group_size "
+    keys += "optimizer max_new_tokens dtype" + " correction clip cap" * (cfg.loss == "sampled")
     return {k: getattr(cfg, k) for k in keys.split()}
 
 

@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import StatisticsError, fmean, median, stdev
@@ -49,9 +50,7 @@ SYNCED = dict(ppo_anchor="reinforce", ppo_stale="reinforce", dlc="sc", dlc_tis="
 DELAYED = dict(ppo_anchor="reinforce")
 SAME = dict(control=SYNCED, discrepancy=SYNCED, lag=DELAYED, both=DELAYED)
 PPO = ("ppo_anchor", "ppo_stale", "ppo_sampler")
-# The rate of the best mean accuracy on the control: data/tune.jsonl and data/opd_tune.jsonl.
-LR = dict.fromkeys(dlc.CORRECTIONS, 2e-4) | dict.fromkeys(
-    ("is", "mis", "sc", "ppo_sampler", "dlc"), 1e-4) | dict(full=1e-3, sampled=1.25e-4)
+RATE = 1e-4  # of all methods, chosen on the control over all of them together
 RULES = {f"every {n}": dict(sync_every=n) for n in (1, 4, 16, 64)} | {
     "ESS < 1/2": dict(sync_ess=0.5)}
 # Models by size, layers x width, trained until about a quarter of the sums are right; teachers.
@@ -93,11 +92,27 @@ def append(name, row):
 
 
 def quietly(module, **config):
-    """The steps of module.train, without a word, in a folder that is thrown away."""
+    """The steps of module.train, without a word, in a folder that is thrown away; the last one
+    holds also `sampled` and `sampled_q`: the mean reward of two samples of each held-out prompt,
+    drawn from the trainer's model and from its narrow copy."""
     with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
           contextlib.redirect_stderr(io.StringIO())):
         how = dict(out=folder + "/run", save_every=10**9, device="cpu")
-        return module.train(module.Config(**how | config))
+        steps = module.train(cfg := module.Config(**how | config))
+        cfg = module.check(replace(cfg, out=None))
+        model, tokenizer = dlc.load_model(folder + "/run/model", "float32", "cpu")
+        data, held_out = dlc.load_data(cfg, tokenizer, model)
+        probe = [(row["ids"] * 32)[:32] for row in data[:4]]  # as in dlc.Run
+        narrow = TorchSampler(model, cfg.weights, cfg.kv, dlc.keep_list(cfg.keep_bf16, model),
+                              cfg.noise, seed=cfg.seed, probe=probe)
+        narrow.sync(model, cfg.steps)  # noise is a function of seed and version
+        for key, q in dict(sampled=TorchSampler(model, "none", "none"), sampled_q=narrow).items():
+            ids, scores = [row["ids"] for row in held_out], []
+            for s in range(2):
+                drawn = q.sample(ids, cfg.max_new_tokens, seed=s)
+                scores += dlc.grade(drawn, held_out, q.stop_ids, tokenizer, cfg)[0]
+            steps[-1][key] = fmean(scores)
+        return steps
 
 
 def one_run(job):
@@ -115,7 +130,7 @@ def one_run(job):
     if thin == 1:  # the ESS of the first t tokens too
         at = lambda t: [round(r["ess_at"][t], 5) for r in steps]
         curves |= {f"ess_{t}": at(t) for t in steps[0]["ess_at"]}
-    last = {k: v for k, v in steps[-1].items() if k.startswith("accuracy")}
+    last = {k: v for k, v in steps[-1].items() if k.startswith(("accuracy", "sampled"))}
     return job | last | dict(syncs=steps[-1]["syncs"], torch=torch.__version__, curves=curves)
 
 
@@ -127,7 +142,8 @@ def sweep(name, jobs, seeds):
     todo = [job for seed in range(seeds) for job in jobs(seed) if key(job) not in done]
     for base in {json.dumps(j.get(k, {})) for j in todo for k in ("base", "teacher")}:
         dlc.tiny_base(**json.loads(base))  # made once, before the workers need it
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+    cores = len(os.sched_getaffinity(0))  # taskset -c 0: one
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
         try:
             futures = [pool.submit(one_run, job) for job in todo]
             for future in tqdm(as_completed(futures), total=len(todo), desc=name):
@@ -137,22 +153,28 @@ def sweep(name, jobs, seeds):
             sys.exit(f"{name}: stopped; the same command goes on")
 
 
-def rl(cell, correction, seed, steps=300, thin=10, base=None, **how):
-    """A job of dlc.py."""
-    config = dict(lr=LR[correction]) | dict(correction=correction, steps=steps, seed=seed) | how
-    return dict(cell=cell, config=config, thin=thin) | (dict(base=base) if base is not None else {})
+def rl(cell, correction, seed, steps=100, thin=5, base=None, **how):
+    """A job of dlc.py. The seeds take turns on two bases."""
+    base = (base or {}) | dict(seed=seed % 2)
+    config = dict(correction=correction, lr=RATE, steps=steps, seed=seed) | how
+    return dict(cell=cell, config=config, thin=thin, base=base)
 
 
-def compare(seed):
-    """The grid: every regime, every correction; cells equal by identity are one run. And DLC with
-    its own rule instead of the fixed interval."""
+def grid(seed, **more):
+    """Every regime, every correction, at one rate; cells equal by identity are one run. And DLC
+    with its own rule instead of the fixed interval."""
     for regime, how in REGIMES.items():
         for c in dlc.CORRECTIONS:
             if c not in SAME[regime]:
-                yield rl([regime, c], c, seed, **how)
+                yield rl([regime, c], c, seed, **how, **more)
     for regime, c in product(("lag", "both"), ("dlc", "dlc_tis")):
         yield rl([f"{regime}, ESS rule", c], c, seed,
-                 **REGIMES[regime] | dict(sync_every=None, sync_ess=0.5))
+                 **REGIMES[regime] | dict(sync_every=None, sync_ess=0.5), **more)
+
+
+def doubled(seed):
+    """The grid at twice the rate; 4 seeds."""
+    return grid(seed, lr=2 * RATE)
 
 
 def gaps(seed):
@@ -880,7 +902,7 @@ def figures(_):
         draw()
 
 
-SWEEPS = dict(compare=compare, gaps=gaps, resync=resync, opd=opd_runs, stable=stable)
+SWEEPS = dict(grid=grid, doubled=doubled, gaps=gaps, resync=resync, opd=opd_runs, stable=stable)
 COMMANDS = dict(probes=probes, overlap=overlap, claims=claims, figures=figures)
 
 
