@@ -317,8 +317,9 @@ def training():
         rows = []
         for device in ("cpu", "card"):
             with tempfile.TemporaryDirectory() as folder:
-                cfg = script.Config(device=device, steps=2, prompts=4, max_new_tokens=2, lag=1,
-                                    base=str(base), weights="int3", out=folder + "/run", **how)
+                cfg = script.Config(device=device, steps=2, prompts=4, max_new_tokens=2,
+                                    sync_every=1, base=str(base), weights="int3",
+                                    out=folder + "/run", **how)
                 rows.append(script.train(cfg))
         for here, there in zip(*rows, strict=True):
             for key in ("reward", "discrepancy", "lag", "ess", "grad_norm"):
