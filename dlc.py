@@ -38,9 +38,10 @@ import re
 import shutil
 import sys
 import time
+import zlib
 from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass, replace
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -50,10 +51,12 @@ import tyro
 from matplotlib.figure import Figure
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from sampler import (FORMATS, KV_FORMATS, DelayedSampler, Rollout, TorchSampler, VLLMSampler,
-                     mismatch, positions, tail, token_logps)  # fmt: skip
+                     context, mismatch, positions, stop_tokens, tail, token_logps)  # fmt: skip
 
+sys.set_int_max_str_digits(0)  # a response may be one long number
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # load_model says what is wrong, in one line
 
@@ -169,7 +172,7 @@ def ess(log_ratio, mask, level="sequence"):
 
 def measure(rollout, logp, head_logp, cap):
     """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
-    mask, count = rollout.mask, int(rollout.mask.sum())
+    mask, count, kept = rollout.mask, int(rollout.mask.sum()), int(rollout.mask.any(1).sum())
     n, log_lag, rest = max(1, count), logp - rollout.logp_stale, tail(head_logp)
     heads = rollout.head_logp_stale, rollout.head_logq
     numerics = mismatch(rollout.logp_stale, rollout.logq, mask, *heads)
@@ -177,7 +180,7 @@ def measure(rollout, logp, head_logp, cap):
     entropy = -((head_logp.exp() * head_logp).sum(-1) + rest * rest.log())[mask].sum()
     row = dict(discrepancy=numerics["kl"], lag=lag["kl"], ess=ess(log_lag, mask),
                ess_token=ess(log_lag, mask, "token"), head_mass=numerics["head_mass"],
-               entropy=float(entropy) / n, tokens=count, length=count / len(mask),
+               entropy=float(entropy) / n, tokens=count, length=count / max(1, kept),
                cap_share=float((ratio(logp, rollout.logq) > cap)[mask].sum()) / n)  # fmt: skip
     column = torch.arange(mask.shape[1], device=mask.device)
     firsts = [2**i for i in range(mask.shape[1].bit_length())]  # the first 1, 2, 4, 8 ... tokens
@@ -316,7 +319,7 @@ def train(cfg):
         print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights "
               f"{cfg.weights}, KV {cfg.kv}\n step version  reward  discrepancy      lag    ESS  "
               "clipped  syncs  tokens/s")  # fmt: skip
-        done = len(run.rows)
+        done, alike = len(run.rows), 0
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. Sample a group of responses to each prompt from q.
             batch, rollout = run.batch(step), run.sampler.draw(step)
@@ -330,6 +333,11 @@ def train(cfg):
             if cfg.scale_advantage:
                 A = A / (torch.stack([a[~a.isnan()].std() for a in A])[:, None] + 1e-6)
             A = A.nan_to_num(0).flatten()
+            alike = 0 if A.any() else alike + 1
+            if alike == 5:
+                tqdm.write(f"in 5 steps no group had two different rewards, so nothing is learned: "
+                           f"to {batch[0]['prompt']!r}, answer {batch[0]['answer']!r}, the model "
+                           f"said {graded[1][0]!r}")  # fmt: skip
 
             # 3. Update: one optimizer step a minibatch, its gradient summed over micro-batches.
             fresh = None  # π before the first update; with one minibatch, the update's own forward
@@ -405,24 +413,34 @@ def check(cfg):
     cfg = replace(cfg, **fill)
     batch, out, state = cfg.prompts * cfg.group_size, cfg.out, Path(cfg.resume or "", "state.pt")
     rules = [
-        (cfg.steps > 0 and cfg.prompts > 0 and cfg.max_new_tokens > 0 and cfg.minibatches > 0,
-         "--steps, --prompts, --minibatches and --max-new-tokens: must be 1 or more"),
         (cfg.group_size > 1, f"--group-size {cfg.group_size}: one response has no advantage"),
         (batch % max(1, cfg.minibatches) == 0,
          f"--minibatches {cfg.minibatches}: must divide the batch, {batch} responses"),
-        (cfg.lr > 0, f"--lr {cfg.lr}: must be above 0"),
+        (0 < cfg.lr < float("inf"), f"--lr {cfg.lr}: must be above 0, and finite"),
         (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
         (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
+        (cfg.lag <= cfg.async_ or cfg.sync_every or cfg.sync_ess,
+         f"--lag {cfg.lag}: there is no sync to delay"),
         (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
-        (cfg.resume or not out or not Path(out).exists() or [*Path(out).glob("*")] == [],
+        (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
         (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
     ]  # fmt: skip
+    least = dict(steps=1, prompts=1, minibatches=1, micro_batch=1, max_new_tokens=1, head_k=1,
+                 save_every=1, sync_every=0, noise=0, seed=0, clip=0, cap=0)  # fmt: skip
+    rules += [(getattr(cfg, k) is None or v <= getattr(cfg, k) < 2**40,
+               f"--{k.replace('_', '-')} {getattr(cfg, k)}: must be {v} or more")
+              for k, v in least.items()]  # fmt: skip
     for good, told in rules:
         if not good:
             raise ValueError(told)
-    if cfg.data:
-        read_data(cfg.data)  # before a model is made or loaded
+    try:
+        torch.empty(0, device=cfg.device)
+    except (RuntimeError, AssertionError) as e:  # no such device, or a torch without CUDA
+        raise ValueError(f"--device {cfg.device}: {str(e).splitlines()[0]}") from None
+    keep_list(cfg.keep_bf16, None)  # like the data, before a model is made or loaded
+    if cfg.data and not read_data(cfg.data):
+        raise ValueError(f"--data {cfg.data}: holds no rows")
     if cfg.micro_batch is None:
         cfg.micro_batch = batch // cfg.minibatches
     return cfg
@@ -445,15 +463,25 @@ def write(path, save):
         save(new)
     except Exception as e:  # of torch, safetensors or matplotlib
         raise OSError(f"{path} cannot be written: {e}") from e
-    if path.is_dir():
+    if new.is_dir() and path.is_dir():
         shutil.rmtree(path)
     os.replace(new, path)
+
+
+def versions(models, rows):
+    """What the numbers of a run depend on beside its options; data and weights by checksums."""
+    made = dict(torch=torch.__version__, transformers=transformers.__version__,
+                threads=torch.get_num_threads(), data=zlib.crc32(repr(rows).encode()), weights=0)
+    for p in (p for model in models if model for p in model.parameters()):
+        bits = p.detach().flatten().cpu().view(torch.uint8).numpy()
+        made["weights"] = zlib.crc32(bits, made["weights"])
+    return made
 
 
 class Run:
     """Model, optimizer, sampler, data and folder of a run."""
 
-    def __init__(self, cfg, model, tokenizer, name):
+    def __init__(self, cfg, model, tokenizer, name, teacher=None):
         self.cfg, self.model, self.tokenizer, self.rows = cfg, model, tokenizer, []
         self.data, self.held_out = load_data(cfg, tokenizer, model)
         optimizer = dict(adam=torch.optim.Adam, sgd=torch.optim.SGD)[cfg.optimizer]
@@ -469,12 +497,20 @@ class Run:
         names = (Path(f"runs/{name}-{i}") for i in itertools.count(1))
         self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
         self.folder.mkdir(parents=True, exist_ok=True)
+        now = versions([model, teacher], [self.data, self.held_out])
         if cfg.resume:
+            then = json.loads((self.folder / "config.json").read_text())["versions"]
+            if bad := [k for k in ("data", "weights") if then.get(k, now[k]) != now[k]]:
+                raise ValueError(f"--resume {self.folder}: the {bad[0]} are not those it began "
+                                 "with; to go on with these, take their checksum out of versions "
+                                 "in its config.json")  # fmt: skip
+            if then | now != then:
+                print(f"{self.folder}: begun with {then}, resumed with {now}: numbers may differ")
             self.restore()
         else:
-            versions = dict(torch=torch.__version__, transformers=transformers.__version__)
-            config = json.dumps(asdict(cfg) | dict(versions=versions), indent=1)
+            config = json.dumps(asdict(cfg) | dict(versions=now), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
+            self.finish(name)  # what a crash leaves; what cannot be written is known before a step
             self.before = self.accuracies("_base")
         self.log, self.ended = open(self.folder / "metrics.jsonl", "a"), time.perf_counter()
 
@@ -510,11 +546,11 @@ class Run:
         step, (rewards, texts, stopped), sampler = row["step"], graded, self.sampler
         reason = due(self.cfg, row, latest=sampler.queue[-1][0])
         synced = sampler.advance(step, self.model, publish=reason is not None)
-        seconds = time.perf_counter() - self.ended
+        seconds, kept = time.perf_counter() - self.ended, int(rollout.mask.any(1).sum())
         row |= dict(synced=synced, sync_reason=reason,
                     syncs=synced + sum(r["synced"] for r in self.rows), kv_scales=sampler.kv_scales,
-                    truncated=1 - sum(stopped) / len(batch), seconds_sample=sampler.seconds,
-                    dropped=int((~rollout.mask.any(1)).sum()), seconds_wait=sampler.waited,
+                    truncated=1 - sum(stopped) / max(1, kept), seconds_sample=sampler.seconds,
+                    dropped=len(batch) - kept, seconds_wait=sampler.waited,
                     seconds_train=seconds - sampler.waited,
                     tokens_per_second=row["tokens"] / seconds,
                     sample=dict(prompt=batch[0]["prompt"], answer=batch[0]["answer"],
@@ -573,7 +609,7 @@ def figure(rows, path, title):
         ax.set_ylabel(unit)
         ax.legend(fontsize=8)
     axes[1].set_yscale("log")
-    axes[2].set(ylim=(0, 1.05), xlabel=f"step; {rows[-1]['syncs']} syncs")
+    axes[2].set(ylim=(0, 1.05), xlabel=f"step; {rows[-1]['syncs'] if rows else 0} syncs")
     axes[0].set_title(title, fontsize=10)
     fig.savefig(path, dpi=130, format="png")
 
@@ -582,19 +618,43 @@ def figure(rows, path, title):
 # Data, reward and models.
 
 
+NUMBER = r"(?:(?<![\w)])[-+])?(?:\d+/[1-9]\d*|\d*\.\d+|\d+)"
+
+
+def plain(text):
+    """Its numbers as Python writes them; a comma is dropped only before a group of three."""
+    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("−", "-"))
+    return re.sub(r"\\?[$€£]|(?<=\d),(?=\d{3}(?!\d))", "", text).strip()
+
+
+def number(text):
+    """What `text` answers with, or None: the number after the last #### or \\boxed{; else, of one
+    sentence or one that is a bare number with its unit, the first (after "answer is", if it says
+    so); else the last."""
+    text = plain(text)
+    marked, first = re.split(r"####|\\boxed\{", text), re.split(r"[.!?]\s|\n", text)[0]
+    bare = re.fullmatch(rf"\W*?{NUMBER}\W*[^\W\d]*\W*", first)
+    if len(marked) > 1:
+        found = re.findall(NUMBER, marked[-1])[:1]
+    elif bare or first == text:
+        found = re.findall(NUMBER, first.split("answer is")[-1])[:1]
+    else:
+        found = re.findall(NUMBER, text)[-1:]
+    return Fraction(found[0]) if found else None
+
+
 def reward(completion, answer, stopped, partial):
-    """In [0, 1]; a fork replaces this. Where the answer is a number: 1 if the completion's first
-    number equals it; else 1 if the stripped text up to the stop does. `partial`, the tiny task: the
-    share of leading characters that are right, the stop counted as the last."""
+    """In [0, 1]; a fork replaces this. Where the answer is a number, or a solution that ends in one
+    after ####: 1 if it is the completion's; else 1 if the stripped text up to the stop is the
+    answer. `partial`, the tiny task: the share of leading characters that are right, with the stop
+    as the last."""
     if partial:
         want, got = answer + "$", completion + "$" * stopped
         return len(os.path.commonprefix([want, got])) / len(want)
-    number = r"[-+]?\d[\d,]*(?:\.\d+)?"
-    if not re.fullmatch(number, answer.strip()):
-        return float(completion.strip() == answer.strip())
-    found = re.search(number, completion)
-    value = lambda text: Decimal(text.replace(",", ""))
-    return float(found is not None and value(found[0]) == value(answer))
+    answer = answer.rpartition("####")[2].strip()
+    if re.fullmatch(NUMBER, plain(answer)):
+        return float(number(completion) == number(answer))
+    return float(completion.strip() == answer)
 
 
 def grade(rollout, rows, stop_ids, tokenizer, cfg):
@@ -602,8 +662,9 @@ def grade(rollout, rows, stop_ids, tokenizer, cfg):
     y = rollout.tokens[:, -rollout.mask.shape[1] :]
     stopped = (torch.isin(y, stop_ids) & rollout.mask).any(1).tolist()
     drawn = zip(y.tolist(), rollout.mask.sum(1).tolist(), stopped)
-    texts = [tokenizer.decode(ids[: max(0, n - s)]) for ids, n, s in drawn]
     partial = not (cfg.model or cfg.data)
+    texts = [tokenizer.decode(ids[: max(0, n - s)], skip_special_tokens=not partial)
+             for ids, n, s in drawn]  # fmt: skip
     rewards = [reward(t, r["answer"], s, partial) for t, r, s in zip(texts, rows, stopped)]
     return rewards, texts, stopped
 
@@ -619,16 +680,22 @@ def accuracy(sampler, rows, tokenizer, cfg):
 
 
 def read_data(path):
-    """Rows of a JSONL file, {"prompt": text, "answer": text}; ValueError names a bad line."""
+    """Rows of a JSONL file: "prompt", a text or a chat's messages, or "question", as in GSM8K;
+    "answer", a text or a number; and what else there is. ValueError names a bad line."""
     rows = []
-    for n, line in enumerate(Path(path).read_text("utf-8-sig").split("\n"), 1):
+    for n, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
         try:
             if line.strip():
-                rows.append({k: json.loads(line)[k] for k in ("prompt", "answer")})
-                assert all(x.strip() for x in rows[-1].values())
+                rows.append(row := json.loads(line))
+                asked = row.setdefault("prompt", row.get("question"))
+                turns = asked if isinstance(asked, list) else [dict(role="user", content=asked)]
+                if type(row["answer"]) in (int, float):
+                    row["answer"] = str(row["answer"])
+                assert turns and row["answer"].strip()
+                assert all(m["role"].strip() and m["content"].strip().encode() for m in turns)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
-            raise ValueError(f'--data {path} line {n}: {line[:40]!r} must be {{"prompt": text, '
-                             '"answer": text}, neither of them empty') from None  # fmt: skip
+            raise ValueError(f'--data {path} line {n}: {line[:40]!r} must be {{"prompt": text or '
+                             'messages, "answer": text or number}, none of them empty') from None
     return rows
 
 
@@ -645,18 +712,29 @@ def load_data(cfg, tokenizer, model=None):
         pairs = [divmod(i, limit) for i in order]
         rows = [dict(prompt=text.format(a, b), answer=str(a + b)[::step]) for a, b in pairs]
     vocab = room = float("inf")
+    stops = []
     if model is not None:
-        vocab = len(model.get_input_embeddings().weight)
-        room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or room
-        room -= cfg.max_new_tokens
+        stops, vocab = stop_tokens(model),  len(model.get_input_embeddings().weight)
+        room = context(model) - cfg.max_new_tokens
     for row in rows:
-        ids, what = tokenizer(row["prompt"])["input_ids"], f"the prompt {row['prompt'][:40]!r}"
+        asked, what = row["prompt"], f"the prompt {str(row['prompt'])[:40]!r}"
+        if isinstance(asked, list):
+            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True,
+                                                return_dict=False)  # fmt: skip
+        else:
+            ids = tokenizer(asked)["input_ids"]
         if not ids or max(ids) >= vocab or (not cfg.model and 12 in ids):  # 12: the tiny <pad>
             raise ValueError(f"{source}: {what} is empty, or holds what the model has no token for")
         if len(ids) > room:
             raise ValueError(f"{source}: {what} has {len(ids)} tokens; {room} and --max-new-tokens "
                              f"{cfg.max_new_tokens} fill the model's context")  # fmt: skip
+        if ids[-1] in stops:
+            stop = tokenizer.decode(ids[-1])
+            raise ValueError(f"{source}: {what} ends in stop token {stop!r}; have its tokenizer "
+                             "add none (add_eos_token: false)")  # fmt: skip
         row["ids"] = ids
+    if any(row["ids"][:2] == [tokenizer.bos_token_id] * 2 for row in rows):
+        print(f"{source}: prompts begin with {tokenizer.bos_token!r} twice, as text and as added")
     if len(rows) - held < cfg.prompts:
         raise ValueError(f"--prompts {cfg.prompts}: {source} has {len(rows) - held} to train on")
     return rows[held:], rows[:held]
@@ -709,8 +787,11 @@ def save_model(model, tokenizer, folder):
 
 def load_model(path, dtype, device, option="--model"):
     """(model, tokenizer) of a Hugging Face causal LM, dropout off. ValueError, naming `option`, if
-    it cannot be had whole: pickled or missing weights, code of its own, no tokenizer, no stop."""
+    it cannot be had whole: pickled or missing weights, code of its own, no tokenizer, no stop.
+    Padding of its vocabulary is cut off: no policy has mass on a token that does not exist."""
     try:
+        if find_adapter_config_file(path):
+            raise ValueError("it holds an adapter; merge that into its base and save the whole")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
@@ -722,10 +803,13 @@ def load_model(path, dtype, device, option="--model"):
     bad += [f"{n} holds inf or NaN" for n, p in model.named_parameters() if not p.isfinite().all()]
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
         bad += ["no tokenizer: add tokenizer.json and tokenizer_config.json"]
-    if model.generation_config.eos_token_id is model.config.get_text_config().eos_token_id is None:
+    if not stop_tokens(model):
         bad += ["no stop token: name its eos_token_id in generation_config.json"]
     if bad:
         raise ValueError(f"{option} {path}: {bad[0]}; give a folder with a whole causal LM")
+    real = max(tokenizer.get_vocab().values()) + 1
+    if len(model.get_output_embeddings().weight) > real:
+        model.resize_token_embeddings(real)
     return model, tokenizer
 
 

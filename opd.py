@@ -38,7 +38,7 @@ from tqdm import tqdm
 import dlc
 from dlc import autocast, load_model, measure, policy_loss, tiny_base, write
 from sampler import (LinearLogps, NarrowKV, TorchSampler, head_product, mismatch, response_hidden,
-                     tail, token_logps)
+                     stop_tokens, tail, token_logps)
 
 LOSSES = ("full", "topk", "sampled", "forward", "jsd")
 PROBE = 128  # prompts, each answered once by q, on which a configuration's mismatch is measured
@@ -47,12 +47,23 @@ STANDARD = [dict(weights=weights, kv=kv) for weights, kv in (  # what --admit tr
     ("nvfp4", "fp8"), ("int4", "fp8"), ("int3", "fp8"), ("int2", "fp8"))]
 
 
+def one_stop(logits, stop_ids):
+    """To stop is one action, whatever the id: all stop ids get an even share of its mass, (..., V).
+    No KL between two such policies can tell the ids apart."""
+    if len(stop_ids) < 2:
+        return logits
+    stops = torch.as_tensor(stop_ids, device=logits.device)
+    share = logits[..., stops].logsumexp(-1, keepdim=True) - math.log(len(stops))
+    return logits.index_copy(-1, stops, share.expand(*share.shape[:-1], len(stops)))
+
+
 def divergence(loss, student_logits, teacher_logits, k=8):
     """The loss of the table at the top, a position: (..., V), (..., V) -> (...), nats, at least 0.
 
     The logarithms are constants to autograd: what they would add to the gradient is Σ_v ∇π(v) = 0,
-    and so it is exactly 0, and not rounding that Adam would enlarge, where π = π_T."""
-    s, t = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    and so it is exactly 0, and not rounding that Adam would enlarge, where π = π_T. A token that a
+    policy rules out (-inf) counts as one of exp(-100), so that 0 log 0 is 0."""
+    s, t = (x.log_softmax(-1).clamp_min(-100) for x in (student_logits, teacher_logits))
     if loss == "full":
         return (s.exp() * (s - t).detach()).sum(-1)
     if loss == "forward":
@@ -69,21 +80,22 @@ def divergence(loss, student_logits, teacher_logits, k=8):
 
 
 def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8,
-                 correction="reinforce", logq=None, **policies):
+                 correction="reinforce", logq=None, stop_ids=(), **policies):
     """Mean over the tokens of `mask` of one of the losses; logits (B, T, V), tokens, logq (B, T).
-    `sampled` needs tokens, and whatever `correction` looks at (policy_loss).
-
-    ValueError: unequal vocabularies, no such loss, no tokens for `sampled`."""
+    `sampled` needs tokens, and whatever `correction` looks at (policy_loss). All of `stop_ids` are
+    one action: in `sampled` the advantage is the action's, the gradient the drawn id's. ValueError:
+    unequal vocabularies, no such loss, no tokens for `sampled`."""
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"student and teacher logits are {tuple(student_logits.shape)} and "
                          f"{tuple(teacher_logits.shape)}; cut both to the real vocabulary")
     logits = [x.where(mask[..., None], 0) for x in (student_logits, teacher_logits)]  # NaN padding
+    actions = [one_stop(x, stop_ids) for x in logits]
     if loss != "sampled":
-        return divergence(loss, *logits, k).where(mask, 0).sum() / max(1, int(mask.sum()))
+        return divergence(loss, *actions, k).where(mask, 0).sum() / max(1, int(mask.sum()))
     if tokens is None:
         raise ValueError("the sampled loss needs tokens, which were not given")
-    logp, logp_teacher = (x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in logits)
-    A = (logp_teacher - logp).detach()
+    at = lambda x: x.log_softmax(-1).clamp_min(-100).gather(-1, tokens[..., None])[..., 0]
+    logp, A = at(logits[0]), (at(actions[1]) - at(actions[0])).detach()
     logq = logp.detach() if logq is None else logq
     return policy_loss(correction, logp, logq, A, mask, **policies)[0]
 
@@ -95,17 +107,17 @@ class ChunkedDivergence(torch.autograd.Function):
     What comes after a sum only scales its gradient, so each chunk makes its own at once."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k):
-        total = hidden.new_zeros((), dtype=torch.float32)
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, loss, k, stop_ids=()):
         rows = max(1, LinearLogps.CHUNK // (3 * len(weight)))
-        d_hidden = torch.empty_like(hidden)
+        total, d_hidden = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
         for i in range(0, len(hidden), rows):
             n = slice(i, i + rows)
             with torch.enable_grad():
                 h, w = hidden[n].detach().requires_grad_(), weight.detach().requires_grad_()
                 z, z_T = h @ w.t(), teacher_hidden[n] @ teacher_weight.t()
-                value = divergence(loss, z.float(), z_T.float(), k).sum()
+                z, z_T = (one_stop(x.float(), stop_ids) for x in (z, z_T))
+                value = divergence(loss, z, z_T, k).sum()
                 d_hidden[n], d_w = torch.autograd.grad(value, (h, w))
             d_weight += d_w
             total = total + value.detach()
@@ -115,11 +127,16 @@ class ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grad, d_weight * grad, None, None, None, None
+        return d_hidden * grad, d_weight * grad, *[None] * 5
 
 
-# --------------------------------------------------------------------------------------------------
-# The options and the loop.
+@torch.no_grad()
+def action_logps(model, rollout, stop_ids, hidden):
+    """(log π of the drawn token, of the drawn action), (B, T): all stop ids are one action."""
+    rollout = replace(rollout, head_ids=stop_ids.expand(*rollout.mask.shape, -1))
+    logp, of_stops = token_logps(model, rollout, head=True, hidden=hidden)
+    drawn = torch.isin(rollout.tokens[:, -rollout.mask.shape[1] :], stop_ids)
+    return logp, of_stops.logsumexp(-1).where(drawn, logp)
 
 
 @dataclass
@@ -154,25 +171,27 @@ def check(cfg):
         raise ValueError(f"--student {cfg.student}: needs a --teacher with the same tokenizer")
     if min(cfg.loss_k, cfg.seeds) < 1:
         raise ValueError(f"--loss-k {cfg.loss_k}, --seeds {cfg.seeds}: must be 1 or more")
+    if not (cfg.tolerance >= 0 and cfg.target >= 0):
+        raise ValueError(f"--tolerance {cfg.tolerance}, --target {cfg.target}: must be 0 or more")
     tiny = {} if cfg.student else dict(steps=300, lr=1e-3)
     unset = {k: v for k, v in tiny.items() if getattr(cfg, k) is None}
     return dlc.check(replace(cfg, model=cfg.student, **unset))
 
 
 def load_teacher(cfg, student, tokenizer):
-    """(teacher, size of the vocabulary that both share). ValueError: they read other ids."""
+    """The teacher, frozen. ValueError: it does not read and write the student's ids."""
     path, name = cfg.teacher or tiny_base(steps=1200), f"--teacher {cfg.teacher}"
     teacher, other = load_model(path, cfg.dtype, cfg.device, "--teacher")
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
     if odd := sorted(mine.items() ^ theirs.items()):
         raise ValueError(f"{name}: its tokenizer is not the student's: {odd[0]} is in one alone")
-    stops = [TorchSampler(m).stop_ids.sort().values.tolist() for m in (student, teacher)]
+    stops = [sorted(stop_tokens(m)) for m in (student, teacher)]
     if stops[0] != stops[1]:
         raise ValueError(f"{name}: its stop tokens are {stops[1]}, not {stops[0]}; make them equal")
     vocab = min(len(m.get_output_embeddings().weight) for m in (student, teacher))
     if vocab < len(mine):
         raise ValueError(f"{name}: {vocab} logits are too few for {len(mine)} tokens")
-    return teacher.requires_grad_(False), vocab  # beyond the real tokens a head is padding
+    return teacher.requires_grad_(False)
 
 
 def train(cfg):
@@ -180,20 +199,16 @@ def train(cfg):
     cfg = check(cfg)
     path = cfg.student or cfg.base or tiny_base()
     model, tokenizer = load_model(path, "float32", cfg.device, "--student")
-    teacher, V = load_teacher(cfg, model, tokenizer)
-    with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}") as run:
+    teacher = load_teacher(cfg, model, tokenizer)
+    with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}", teacher) as run:
         exact = TorchSampler(teacher, "none", "none")
         run.before["accuracy_teacher"] = dlc.accuracy(exact, run.held_out, tokenizer, cfg)
-        print(f"{run.folder}: {cfg.loss}; {cfg.sampler} sampler on {cfg.device}, weights "
-              f"{cfg.weights}, KV {cfg.kv}")
+        print(f"{run.folder}: {cfg.loss}, {cfg.sampler} sampler, {cfg.weights}, KV {cfg.kv}")
         print(" step version  KL to teacher  reward  discrepancy      lag    ESS  syncs  tokens/s")
         done = len(run.rows)
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. The student samples from q.
             batch, rollout = run.batch(step), run.sampler.draw(step)
-            real = (rollout.tokens < V).all(1, keepdim=True)  # no token of the head's padding
-            rollout.mask = rollout.mask & real
-            rollout.tokens = rollout.tokens.where(real, 0)
             N = max(1, int(rollout.mask.sum()))
 
             # 2. The teacher scores what was drawn, and the loss pulls π to π_T.
@@ -202,11 +217,11 @@ def train(cfg):
                 part = rollout[micro]
                 hidden, hidden_T = response_hidden(model, part), response_hidden(teacher, part)
                 logp, head_logp = token_logps(model, part, head=True, hidden=hidden)
-                logp_teacher = token_logps(teacher, part, hidden=hidden_T, vocab=V)  # no gradient
+                logp_T, action_T = action_logps(teacher, part, run.stop_ids, hidden_T)
                 seen.append((logp.detach(), head_logp.detach()))
-                gap_q += float((part.logq - logp_teacher)[part.mask].sum())
+                gap_q += float((part.logq - logp_T)[part.mask].sum())
                 if cfg.loss == "sampled":
-                    A = (logp_teacher - logp).detach()  # the trainer's π, not the sampler's q
+                    A = action_T - action_logps(model, part, run.stop_ids, hidden)[1]  # not of q
                     loss, _ = policy_loss(
                         cfg.correction, logp, part.logq, A, part.mask, logp_stale=part.logp_stale,
                         logp_anchor=logp.detach(), head_logp=head_logp, head_logq=part.head_logq,
@@ -214,16 +229,17 @@ def train(cfg):
                         clip=cfg.clip)
                     total -= float(A[part.mask].sum())
                 else:
-                    heads = head_product(model, hidden, V) + head_product(teacher, hidden_T, V)
-                    value = ChunkedDivergence.apply(*heads, cfg.loss, cfg.loss_k)
+                    heads = head_product(model, hidden) + head_product(teacher, hidden_T)
+                    value = ChunkedDivergence.apply(*heads, cfg.loss, cfg.loss_k, run.stop_ids)
                     loss, total = value / N, total + float(value.detach())
                 loss.backward()
             norm = dlc.update(model, run.optimizer)
 
             # 3. Measure both gaps and the ESS, sync by the same rules as dlc.py, log.
             graded = dlc.grade(rollout, batch, run.stop_ids, tokenizer, cfg)
+            kept = [R for R, whole in zip(graded[0], rollout.mask.any(1)) if whole]
             row = dict(step=step, version=int(rollout.version[0, 0]), teacher_kl=total / N,
-                       teacher_kl_by_q=gap_q / N, reward=sum(graded[0]) / len(batch))
+                       teacher_kl_by_q=gap_q / N, reward=sum(kept) / max(1, len(kept)))
             row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
             row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")))
             run.end_step(row, rollout, batch, graded)
@@ -291,17 +307,19 @@ def within(curve, tolerance):
 
 def trained(cfg, folder, **how):
     """Rows of a training run by `cfg`, changed as `how` says: of one in `folder`, or made now."""
-    for run in (model.parent for model in folder.glob("*/model")):  # written when all is done
-        made = json.loads((run / "config.json").read_text())
-        if all(made[k] == v for k, v in (fingerprint(cfg) | how).items()):
-            return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    wanted = fingerprint(cfg) | dict(weights="bf16", kv="bf16", sync_every=1) | how
+    for log in folder.glob("*/metrics.jsonl"):
+        made = json.loads(log.with_name("config.json").read_text())
+        lines = log.read_text().splitlines()
+        if len(lines) == made["steps"] and all(made.get(k) == v for k, v in wanted.items()):
+            return [*map(json.loads, lines)]
     out = str(folder / str(time.time_ns()))
     return train(replace(cfg, out=out, save_every=cfg.steps, **how))
 
 
 def calibrate(cfg):
     """Train at every noise level and seed, and find the largest mismatch that still costs at most
-    `tolerance`. A run that was made once is not made again. ValueError: levels without 0.
+    `tolerance`. A run that was made once is not made again. Level 0, the clean run, is always one.
 
     Returns and writes the budget: `for` (fingerprint), `curve` (a row a level: noise, mismatch of
     the untrained student, quality of each seed, fitted), `lag` (steps -> mismatch), `budget` in
@@ -309,15 +327,12 @@ def calibrate(cfg):
     folder = Path(cfg.out or f"{Path(cfg.budget).with_suffix('')}-runs")
     cfg = check(replace(cfg, weights="bf16", kv="bf16", out=None, lag=None, sync_every=1,
                         sync_ess=None, async_=False))
-    levels = sorted(float(x) for x in cfg.levels.split(","))
-    if levels[0] != 0:
-        raise ValueError(f"--levels {cfg.levels}: 0, the clean run, must be the least of them")
+    levels = sorted({0.0} | {float(x) for x in cfg.levels.split(",")})
     model, data = untrained(cfg)
-    curve = []
-    for n in tqdm(levels, desc="calibrate", disable=None):
-        runs = [trained(cfg, folder, noise=n, seed=i, sync_every=1) for i in range(cfg.seeds)]
-        curve.append(dict(noise=n, mismatch=probe(cfg, model, data, noise=n),
-                          quality=[rows[-1]["accuracy"] for rows in runs]))
+    curve = [dict(noise=n, mismatch=probe(cfg, model, data, noise=n)) for n in levels]
+    for row in tqdm(curve, desc="calibrate", disable=None):
+        runs = [trained(cfg, folder, noise=row["noise"], seed=i) for i in range(cfg.seeds)]
+        row["quality"] = [rows[-1]["accuracy"] for rows in runs]
     # What a lag of D steps costs: the gap after D updates in a clean run that never syncs.
     late = trained(cfg, folder, seed=cfg.seed, noise=0.0, steps=min(cfg.steps, 33), sync_every=0)
     budget, censored = within(curve, cfg.tolerance)
@@ -330,7 +345,6 @@ def calibrate(cfg):
 
 def admit(cfg, budget):
     """Is the rollout configuration of `cfg` within `budget` (of `calibrate`)? Nothing is trained.
-
     Returns `mismatch` (all sources), `by_source` (each alone: weights, kv, noise, lag), `budget`,
     `admitted`, `seconds`. The lag's share is read from the budget and added; above the tested
     range, of mismatch or lag, the answer is no. ValueError: a budget of another pair or run."""
@@ -347,8 +361,7 @@ def admit(cfg, budget):
     by_source["lag"] = max(gaps, default=0.0)  # the worst on the way: the first may be the largest
     total = probe(cfg, model, data) + by_source["lag"]
     return dict(mismatch=total, by_source=by_source, budget=budget["budget"],
-                admitted=total <= budget["budget"],
-                seconds=time.perf_counter() - start)
+                admitted=total <= budget["budget"], seconds=time.perf_counter() - start)
 
 
 def sensitivity(cfg):
@@ -383,7 +396,7 @@ def capacity(cfg):
     if cfg.student:
         model, _ = load_model(cfg.student, "bfloat16", "cpu", "--student")
         cache = model.base_model(torch.tensor([[0]]), use_cache=True).past_key_values
-        token = [(layer.keys, layer.values) for layer in cache.layers]
+        token = [(x.keys, x.values) for x in cache.layers if hasattr(x, "keys")]
     layers = set(range(len(token)))
     names = [k for k in dlc.keep_list(cfg.keep_bf16, None) if k.endswith(".kv")]
     kept = {int(name.split(".")[-2]) for name in names} or {0}
@@ -396,34 +409,10 @@ def capacity(cfg):
             layer.update(*keys_values)
         each = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
         room = cfg.capacity * 2**30 - 8 * len(layers - wide)  # less two scales a narrow layer
-        if room < each:
+        if not room >= each:
             raise ValueError(f"--capacity {cfg.capacity}: has no room for one token; give more")
-        tokens = int(room // each)
-        rows.append((name, each, tokens, tokens / rows[0][2] if rows else 1.0))
+        rows.append((name, each, int(room // each), rows[0][1] / each if rows else 1.0))
     return rows
-
-
-def print_admission(cfg, single):
-    """The verdict on `cfg` if it is a `single` configuration that was named, else on the standard
-    ones; 3 for a REJECT of a single one."""
-    try:
-        budget = json.loads(Path(cfg.budget).read_text())
-        limit, censored, seconds = (budget[k] for k in ("budget", "censored", "seconds"))
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"--budget {cfg.budget}: is not a budget ({e!r}); run python opd.py "
-                         "--calibrate first") from None
-    told = ", the largest mismatch tried: quality never fell" if censored else ""
-    print(f"budget {limit:.5f} nats a token{told}")
-    print("weights   kv         noise  lag   mismatch  verdict   by source")
-    for how in [{}] if single else STANDARD:
-        one = check(replace(cfg, **how))
-        out = admit(one, budget)
-        verdict = "ADMIT " if out["admitted"] else "REJECT"
-        sources = ", ".join(f"{k} {v:.5f}" for k, v in out["by_source"].items())
-        cost = f"{out['seconds']:.2f} s, {out['seconds'] / seconds:.1%} of a training run"
-        print(f"{one.weights:10}{one.kv:10}{one.noise:6.2f}{one.lag:5d}{out['mismatch']:11.5f}  "
-              f"{verdict}   {sources}; {cost}")
-    return 3 if single and not out["admitted"] else 0
 
 
 @dlc.command
@@ -437,8 +426,25 @@ def main(argv=None):
                   "{quality}".format(**row))
         result = {k: budget[k] for k in ("budget", "censored", "tolerance")}
     elif cfg.admit:
+        try:
+            budget = json.loads(Path(cfg.budget).read_text())
+            limit, censored, seconds = (budget[k] for k in ("budget", "censored", "seconds"))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"--budget {cfg.budget}: is not a budget ({e!r}); run python opd.py "
+                             "--calibrate first") from None
         sources = ("--weights", "--kv", "--keep", "--noise", "--lag", "--async")
-        return print_admission(cfg, single=any(word.startswith(sources) for word in argv))
+        single = any(word.startswith(sources) for word in argv)  # else: the standard ones
+        print(f"budget {limit:.5f}" + ", the largest tried: quality never fell" * censored)
+        print("weights   kv         noise  lag   mismatch  verdict   by source")
+        for how in [{}] if single else STANDARD:
+            one = check(replace(cfg, **how))
+            out = admit(one, budget)
+            verdict = "ADMIT " if out["admitted"] else "REJECT"
+            shares = ", ".join(f"{k} {v:.5f}" for k, v in out["by_source"].items())
+            cost = f"{out['seconds']:.2f} s, {out['seconds'] / seconds:.1%} of a training run"
+            print(f"{one.weights:10}{one.kv:10}{one.noise:6.2f}{one.lag:5d}{out['mismatch']:11.5f}"
+                  f"  {verdict}   {shares}; {cost}")
+        return 3 if single and not out["admitted"] else 0
     elif cfg.sensitivity:
         order = sensitivity(cfg)
         for name, kl in order:
@@ -448,16 +454,13 @@ def main(argv=None):
         write(path, lambda new: new.write_text(json.dumps(result, indent=1)))
         print(f"{path}: keep {result['keep_bf16']} -> {result['mismatch']:.6f} nats a token")
     elif cfg.capacity is not None:
-        print(f"KV cache in {cfg.capacity} GiB{'':26}bytes/token      tokens   against bf16")
         result = capacity(cfg)
+        print(f"KV cache in {cfg.capacity} GiB{'':26}bytes/token      tokens   against bf16")
         for name, each, tokens, ratio in result:
             print(f"{name:44}{each:13,.1f}{tokens:12,d}{ratio:11.2f}x")
     else:
         last = train(cfg)[-1]
         result = {k: v for k, v in last.items() if k.startswith("accuracy")}
-        print("\ngreedy accuracy, held out")
-        for key, value in result.items():
-            print(f"{key:32}{value:7.3f}")
         result["steps"] = last["step"] + 1
     print("RESULT " + json.dumps(result))
 

@@ -113,7 +113,8 @@ def one_run(job):
             "teacher_kl")
     curves = {k: [round(fmean(r[k] for r in b), 5) for b in bins] for k in keys if k in steps[0]}
     if thin == 1:  # the ESS of the first t tokens too
-        curves |= {f"ess_{t}": [round(r["ess_at"][t], 5) for r in steps] for t in steps[0]["ess_at"]}
+        at = lambda t: [round(r["ess_at"][t], 5) for r in steps]
+        curves |= {f"ess_{t}": at(t) for t in steps[0]["ess_at"]}
     last = {k: v for k, v in steps[-1].items() if k.startswith("accuracy")}
     return job | last | dict(syncs=steps[-1]["syncs"], torch=torch.__version__, curves=curves)
 

@@ -128,7 +128,7 @@ def our_step(correction, steps, logged=True, **how):
                 device="cpu", out=folder + "/run", save_every=10**9, **how))
     finally:
         dlc.measure, sampler.token_logps, dlc.accuracy = measure, score, accuracy
-    return statistics.median(r["seconds_sample"] + r["seconds_train"] for r in run[1:])
+    return statistics.median(r["seconds_wait"] + r["seconds_train"] for r in run[1:])
 
 
 def trl_step(path, prompts, group, new, lr, rows_of, steps):
@@ -332,7 +332,7 @@ def loss_memory(speed):
     whole."""
     V, N, D = 151_936, 4096, 256
     codes = [LOSS.format(V=V, N=N, D=D, loss=loss) for loss in (
-        "LinearLogps.apply(h, w, None, ids)", "(h @ w.t()).log_softmax(-1).gather(-1, ids)")]
+        "LinearLogps.apply(h, w, ids)", "(h @ w.t()).log_softmax(-1).gather(-1, ids)")]
     found = [[peak(code) for code in codes] for _ in range(3)]  # a process each, in turn
     middle = lambda i, j: statistics.median(r[i][j] for r in found)
     (t, m), (t2, m2) = ((middle(i, 0), middle(i, 1) / 2**20) for i in (0, 1))
@@ -377,14 +377,14 @@ def admission(speed):
 # How time and memory grow, and what a run needs on one card.
 
 
-def estimate(text, batch, length, weights="fp8", kv="fp8", dtype="bfloat16"):
+def estimate(text, batch, length, weights="fp8", kv="fp8"):
     """Bytes of each part of a run of dlc.py on one card, by counting; `text`: a Hugging Face
     config.
 
-    trainer: forward weights and float32 master weights (one copy where the forward is float32),
-    gradient, Adam's two moments; sampler: the unquantised copy and the narrow one (1 byte a weight
-    in linear layers, 2 elsewhere, 4 a row for scales); KV: batch * length * layers * 2 * heads *
-    size * 1 or 2; logits: one chunk of LinearLogps, twice."""
+    trainer: float32 weights (a bfloat16 forward casts them, one at a time), gradient, Adam's two
+    moments; sampler: the unquantised copy and the narrow one (1 byte a weight in linear layers, 2
+    elsewhere, 4 a row for scales); KV: batch * length * layers * 2 * heads * size * 1 or 2; logits:
+    one chunk of LinearLogps, twice."""
     h, inner, L = text.hidden_size, text.intermediate_size, text.num_hidden_layers
     size = getattr(text, "head_dim", None) or h // text.num_attention_heads
     q, k = text.num_attention_heads * size, text.num_key_value_heads * size
@@ -392,32 +392,31 @@ def estimate(text, batch, length, weights="fp8", kv="fp8", dtype="bfloat16"):
     linear, scales = L * sum(a * b for a, b in shapes), L * sum(a for a, _ in shapes)
     heads = 1 if text.tie_word_embeddings else 2
     rest = text.vocab_size * h * heads + L * (2 * h + 2 * size) + h
-    n, forward = linear + rest, 2 if dtype == "bfloat16" else 4
-    master = 4 * n if forward == 2 else 0
+    n = linear + rest
     narrow = 2 * linear if weights in ("none", "bf16") else linear + 4 * scales
-    return {"trainer: weights": forward * n + master,
+    return {"trainer: weights": 4 * n,
             "trainer: gradient": 4 * n,
             "trainer: Adam": 8 * n,
-            "sampler: unquantised copy": forward * n,
+            "sampler: unquantised copy": 4 * n,
             "sampler: narrow copy": narrow + 2 * rest,
             "KV cache": batch * length * L * 2 * k * (2 if kv in ("none", "bf16") else 1),
             "logits": 2 * 4 * LinearLogps.CHUNK}
 
 
-def real_bytes(run, dtype, batch, length):
+def real_bytes(run, batch, length):
     """The same of a run's own tensors."""
     size = lambda tensors: sum(t.nbytes for t in tensors)
-    for w in run.master:
+    params = list(run.model.parameters())
+    for w in params:
         w.grad = torch.zeros_like(w)
     run.optimizer.step()
-    q, cache = run.sampler, run.sampler._new_cache()
+    q, cache = run.sampler.sampler, run.sampler.sampler._new_cache()
     q.engine(torch.zeros(batch, length).long(), past_key_values=cache, use_cache=True)
     narrow = [q.engine.get_submodule(n) for n in q.narrow]
     moments = [t for s in run.optimizer.state.values() for k, t in s.items() if k != "step"]
     codes = [t for m in narrow for t in (m.codes, *m.scales)]
-    master = size(run.master) if dtype == "bfloat16" else 0
-    return {"trainer: weights": size(run.params) + master,
-            "trainer: gradient": size(w.grad for w in run.master),
+    return {"trainer: weights": size(params),
+            "trainer: gradient": size(w.grad for w in params),
             "trainer: Adam": size(moments),
             "sampler: unquantised copy": size(q.stale.parameters()),
             "sampler: narrow copy": size(q.engine.parameters()) + size(codes),
@@ -425,18 +424,15 @@ def real_bytes(run, dtype, batch, length):
 
 
 def check_estimate():
-    """The estimate against the bytes of real tensors, on two small models, in both dtypes; ratio
-    for each part."""
+    """The estimate against the bytes of real tensors, on two small models; ratio for each part."""
     for steps, width, layers in ((350, 64, 3), (2, 96, 2)):
-        for dtype in ("float32", "bfloat16"):
-            with tempfile.TemporaryDirectory() as folder:
-                how = dict(device="cpu", steps=1, dtype=dtype, out=folder + "/run")
-                base = dlc.tiny_base(steps, width, layers)
-                run = dlc.Run(dlc.check(dlc.Config(**how)), base, "bench")
-                guess = estimate(run.model.config, 4, 10, dtype=dtype)
-                real = real_bytes(run, dtype, 4, 10)
-                print(f"{layers}x{width} {dtype}: estimate over real bytes "
-                      + ", ".join(f"{k} {guess[k] / v:.3f}" for k, v in real.items()))
+        with tempfile.TemporaryDirectory() as folder:
+            cfg = dlc.check(dlc.Config(device="cpu", steps=1, out=folder + "/run"))
+            loaded = dlc.load_model(dlc.tiny_base(steps, width, layers), "float32", "cpu")
+            with dlc.Run(cfg, *loaded, "bench") as run:
+                guess, real = estimate(run.model.config, 4, 10), real_bytes(run, 4, 10)
+        print(f"{layers}x{width}: estimate over real bytes "
+              + ", ".join(f"{k} {guess[k] / v:.3f}" for k, v in real.items()))
 
 
 def scaling_figure(out):

@@ -27,7 +27,7 @@ import opd  # noqa: E402
 SMALL = " --steps 10 --save-every 1 --prompts 2 --group-size 2 --max-new-tokens 4"
 RUNS = [(main, (how + SMALL).split()) for main, how in (  # every kind of state that a run has
     (dlc.main, "--model base --lr 1e-3 --sync-ess 0.95"),
-    (dlc.main, "--model base --lr 1e-3 --async --max-lag 2 --sync-every 1"),
+    (dlc.main, "--model base --lr 1e-3 --async --lag 2 --sync-every 1"),
     (dlc.main, "--model base --lr 1e-3 --lag 2 --noise 0.05 --minibatches 2"),
     (dlc.main, "--model base --dtype bfloat16 --optimizer sgd --lr 0.1 --weights int4 "
                "--sync-every 3"),
@@ -89,14 +89,15 @@ def whole(folder):
     return len(left)
 
 
-FILES = ("samples.jsonl", "result.json", "model/model.safetensors")
+FILES = ("model/model.safetensors",)
 
 
 def contents(folder):
     clock = ("seconds_sample", "seconds_train", "seconds_wait", "tokens_per_second")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    rows = [json.dumps({k: v for k, v in r.items() if k not in clock}) for r in rows]
+    timeless = lambda rows: [{k: v for k, v in r.items() if k not in clock} for r in rows]
+    rows = timeless([json.loads(line) for line in (folder / "metrics.jsonl").open()])
     state = torch.load(folder / "state.pt", weights_only=True)
+    state["rows"] = timeless(state["rows"])
     files = [(folder / f).read_bytes() for f in FILES]
     names = sorted(f.name for f in folder.iterdir())
     return dict(rows=rows, state=state, files=files, names=names)
@@ -107,7 +108,7 @@ def same(a, b):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
+    if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return a == b
 

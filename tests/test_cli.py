@@ -1,6 +1,7 @@
 """The command line of dlc.py: options, refusals before any work, data files, output. In process
 where it can be, so that a case costs milliseconds."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -14,13 +15,14 @@ import torch
 import dlc
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = """correction weights kv keep-bf16 noise sync-every sync-ess lag ess-level model data
-    async max-lag steps prompts group-size minibatches micro-batch lr optimizer dtype clip cap
-    head-k max-new-tokens seed device out resume save-every bias""".split()
+OPTIONS = """correction weights kv keep-bf16 noise sync-every sync-ess lag async ess-level model
+    base data steps prompts group-size minibatches micro-batch lr optimizer dtype scale-advantage
+    clip cap sampler sampler-memory head-k max-new-tokens seed device out resume save-every
+    eval-every bias""".split()
 GOOD = [json.dumps(dict(prompt=f"{i}+1=", answer=str(i + 1))) for i in range(4)]
 FILES = dict(
     broken='{"prompt": "1', missing='{"prompt": "1+1="}', array='["1+1=", "2"]', few=GOOD[0],
-    nothing=None, number='{"prompt": "1+1=", "answer": 2}', empty='{"prompt": "", "answer": "2"}',
+    nothing=None, empty='{"prompt": "", "answer": "2"}',
     blank='{"prompt": "1+1=", "answer": " "}', latin1='{"prompt": "\xe9", "answer": "e"}',
 )  # fmt: skip
 
@@ -56,42 +58,53 @@ def test_help_names_every_option_with_its_default(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     done = python("--help", cwd=tmp_path)
     assert done.returncode == 0 and not list(tmp_path.iterdir())
-    text = dict(re.findall(r"^  --([\w-]+)(?: [A-Z]+)?\s+(\S.*)$", done.stdout, re.M))
-    assert set(OPTIONS) <= set(text) and min(map(len, text.values())) > 8
+    text = " ".join(done.stdout.replace("│", " ").split())
+    assert all(f" --{option} " in text for option in OPTIONS)
     small, large = dlc.check(dlc.Config()), dlc.check(dlc.Config(model="x"))
-    for f in dlc.dataclasses.fields(dlc.Config):
-        said = text[f.name.rstrip("_").replace("_", "-")]
-        if f.name in ("steps", "prompts", "lr", "max_new_tokens"):  # they depend on --model
+    for f in dataclasses.fields(dlc.Config):
+        if f.name in ("steps", "prompts", "lr", "max_new_tokens", "save_every"):
             a, b = getattr(small, f.name), getattr(large, f.name)
-            assert f"(default: {a}; {b} with --model)" in said
-        elif f.default not in (None, "") and f.type is not bool:
-            assert f"default: {f.default}" in said, f.name
+            assert f"(default: {a}; {b} with --model)" in text
+        elif f.default not in (None, "", False):
+            assert f"(default: {f.default})" in text, f.name
 
 
-BAD = """--correction ppo|--weights fp4|--kv int8|--steps -1|--steps 0|--steps two|--lr nan|--lr 0
---clip inf|--cap 0.5|--noise nan|--optimizer lion|--dtype float16|--ess-level batch|--group-size 1
---lag -1|--lag 2 --sync-every 3|--lag 2 --sync-ess 0.5|--sync-ess 1.5|--sync-ess nan|--sync-every -1
---minibatches 4 --prompts 2 --group-size 3|--micro-batch 3 --prompts 2 --group-size 4|--head-k 0
---micro-batch 0|--max-new-tokens 0|--save-every 0|--device tpu|--device cuda:x|--model bare
---model ./none|--seed 99999999999999999999|--data none|--data .|--out full|--out full/x
---max-lag 2|--max-lag 0 --async|--lag 2 --async|--sampler vllm --async
---resume full|--resume none|--resum full|--stepz 3|--correctio dlc""".replace("\n", "|").split("|")
-BAD += [f"--data {x} --prompts 1" for x in "broken missing array number empty blank latin1".split()]
+BAD = """--steps -1|--steps 0|--lr nan|--lr 0|--noise nan|--noise -1|--group-size 1|--lag -1
+--sync-ess 1.5|--sync-ess nan|--sync-every -1|--minibatches 4 --prompts 2 --group-size 3
+--micro-batch 0|--minibatches 0|--head-k 0|--max-new-tokens 0|--save-every 0|--seed -1
+--device tpu|--device cuda:x|--model bare|--model ./none|--seed 99999999999999999999|--data none
+--data .|--out full|--out full/x|--lag 0 --async|--async --sampler vllm
+--resume full|--resume none""".replace("\n", "|").split("|")
+BAD += [f"--data {x} --prompts 1" for x in "broken missing array empty blank latin1".split()]
 BAD += [] if torch.cuda.is_available() else ["--device cuda"]
+WORDS = """--correction ppo|--weights fp4|--kv int8|--steps two|--optimizer lion|--dtype float16
+--ess-level batch|--sampler sglang|--max-lag 2|--resum full|--stepz 3|--correctio dlc|--async yes
+train""".replace("\n", "|").split("|")
 
 
 @pytest.mark.parametrize("command", BAD)
 def test_bad_input_is_one_line_and_status_2(cli, command):
     """A traceback, a message without the option and its value, or work done before the refusal."""
     code, out, err = cli(command)
-    assert code == 2 and out == "" and err.count("\n") == 1, err
-    assert all(word in err for word in command.split()[:2]), err
+    assert code == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: "), err
+    option, value = command.split()[:2]
+    file = option in ("--data", "--resume", "--out")  # of which the system tells the path alone
+    assert (option in err or file) and (value in err or option == "--async"), err
     assert not Path("runs").exists() and len(list(Path("full").iterdir())) == 1
     assert not cli.bases, "the tiny base would have been trained first"
 
 
+@pytest.mark.parametrize("command", WORDS)
+def test_a_word_that_is_no_option_or_choice(cli, command):
+    """The command line's own check: it names the word, and what may stand there."""
+    code, out, err = cli(command)
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert command.split()[-1] in err or command.split()[0] in err, err
+    assert not Path("runs").exists() and not cli.bases
+
+
 @pytest.mark.parametrize("command, words", [
-    ("--keep-bf16 model.layers.9", "keep bf16 model.layers.9 model.layers.0"),
+    ("--keep-bf16 model.layers.9", "keep_bf16 model.layers.9 model.layers.0"),
     ("--data few", "--prompts 32"), ("--data nothing", "--data nothing"),
     ("--prompts 9999", "--prompts 9999")])  # fmt: skip
 def test_what_only_the_model_and_the_data_tell(cli, command, words):
@@ -101,9 +114,12 @@ def test_what_only_the_model_and_the_data_tell(cli, command, words):
 
 
 def test_a_refusal_as_a_process(tmp_path):
-    done = python("--correction", "grpo", cwd=tmp_path)
+    done = python("--lag", "-1", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "--correction grpo" in done.stderr and not list(tmp_path.iterdir())
+    assert "--lag -1" in done.stderr and not list(tmp_path.iterdir())
+    done = python("--correction", "grpo", cwd=tmp_path)
+    assert done.returncode == 2 and "grpo" in done.stderr and "dlc_tis" in done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_a_run_prints_columns_table_and_result(cli):
@@ -117,8 +133,8 @@ def test_a_run_prints_columns_table_and_result(cli):
     assert re.search(r"before +after\n.*\d\.\d{3} +\d\.\d{3}\n.*\d\.\d{3} +\d\.\d{3}\nRESULT", out)
     result = json.loads(out.splitlines()[-1].removeprefix("RESULT "))
     assert {"accuracy_base", "accuracy", "accuracy_sampler_base", "accuracy_sampler"} <= set(result)
-    code, _, err = cli("--resume runs/dlc-dlc-2 --lr 1")
-    assert code == 2 and "--resume" in err and "--lr" in err and err.count("\n") == 1
+    code, _, err = cli("--resume runs/dlc-dlc-2 --lag 1 --steps 2")
+    assert code == 2 and "--resume" in err and "lag" in err and err.count("\n") == 1
     code, *_ = cli("--resume runs/dlc-dlc-2 --steps 2")  # one step more, in the same folder
     steps = [json.loads(x)["step"] for x in open("runs/dlc-dlc-2/metrics.jsonl")]
     assert code == 0 and steps == [0, 1] and len(list(Path("runs").iterdir())) == 2
@@ -136,7 +152,7 @@ def test_data_of_ones_own(cli, monkeypatch, text):
     Path("my.jsonl").write_bytes(text.encode())
     code, _, err = cli("--steps 1 --prompts 2 --group-size 2 --data my.jsonl --out mine")
     assert code == 0 and partial == {False}, err
-    shown = json.loads(Path("mine/samples.jsonl").read_text())
+    shown = json.loads(Path("mine/metrics.jsonl").read_text())["sample"]
     lines = [json.loads(x) for x in text.removeprefix("\ufeff").split("\n") if x.strip()]
     assert (shown["prompt"], shown["answer"]) in [(x["prompt"], x["answer"]) for x in lines]
 

@@ -368,16 +368,15 @@ def base(made_base):
 @pytest.fixture
 def tiny(base, tmp_path, monkeypatch):
     """run(**options) with small batches; drawn[t], trained[t]: weights of q and of π at step t;
-    hook(t, rollout) sees a batch before the trainer does."""
+    hook(t, rollout) sees a batch as it was drawn, before the sampler has looked for NaN."""
     tiny = SimpleNamespace(drawn=[], trained=[], hook=lambda t, rollout: None)
-    sample, score = dlc.TorchSampler.sample, dlc.token_logps
+    finish, score = dlc.TorchSampler._finish, dlc.token_logps
     flat = lambda model: torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
-    def spy_sample(self, *args, **how):
-        rollout = sample(self, *args, **how)
+    def spy_finish(self, rollout):
         tiny.drawn.append(flat(self.engine))
         tiny.hook(len(tiny.drawn) - 1, rollout)
-        return rollout
+        return finish(self, rollout)
 
     def spy_score(model, *args, **how):
         if len(tiny.trained) < len(tiny.drawn):  # the first scoring of a step, before its update
@@ -394,7 +393,7 @@ def tiny(base, tmp_path, monkeypatch):
     monkeypatch.setattr(dlc, "accuracy", lambda *_: 0.0)
     monkeypatch.setattr(dlc, "figure", lambda rows, path, _: path.touch())
     monkeypatch.setattr(dlc, "token_logps", spy_score)
-    monkeypatch.setattr(dlc.TorchSampler, "sample", spy_sample)
+    monkeypatch.setattr(dlc.TorchSampler, "_finish", spy_finish)
     tiny.run = run
     return tiny
 
@@ -405,7 +404,7 @@ def weights(folder):
 
 def comparable(rows):
     """As JSON, without what a clock says."""
-    drop = ("seconds_sample", "seconds_train", "tokens_per_second")
+    drop = ("seconds_sample", "seconds_wait", "seconds_train", "tokens_per_second")
     return [json.dumps({k: v for k, v in r.items() if k not in drop}) for r in rows]
 
 
@@ -421,12 +420,19 @@ def test_the_sampler_has_exactly_the_weights_of_its_version(tiny, how, version):
         assert torch.equal(tiny.drawn[t], tiny.trained[version(t)])
         assert t == 0 or not torch.equal(tiny.trained[t], tiny.trained[t - 1])
         assert (row["ess"] == row["ess_token"] == 1 and row["lag"] == 0) == (version(t) == t)
-        assert row["synced"] == (version(t + 1) != version(t)) == (row["sync_reason"] is not None)
+        late = t + how.get("lag", 0)  # the last step that draws with what is published by now
+        assert row["synced"] == (version(t + 1) != version(t))
+        assert (row["sync_reason"] is not None) == (version(late + 1) != version(late))
         assert abs(row["discrepancy"]) < 1e-6 and row["discrepancy_max_abs"] < 1e-4  # q = π_stale
     if how == dict(sync_every=0):
         assert rows[6]["lag"] > rows[1]["lag"] > 0 and rows[6]["ess"] < rows[1]["ess"]
         assert tiny.run(steps=1, weights="int2")[0]["discrepancy"] > 0.1  # and that is no lag
-    assert dlc.check(dlc.Config()).sync_ess == 0.5 and dlc.check(dlc.Config(lag=1)).sync_ess is None
+    for asked, filled in (
+        (dict(), (None, 0.5, 0)), (dict(lag=2), (1, None, 2)), (dict(async_=True), (1, None, 1)),
+        (dict(lag=2, sync_every=3), (3, None, 2)), (dict(sync_ess=0.1), (None, 0.1, 0)),
+    ):
+        cfg = dlc.check(dlc.Config(**asked))
+        assert (cfg.sync_every, cfg.sync_ess, cfg.lag) == filled, asked
 
 
 @pytest.mark.parametrize("level, every", [("sequence", None), ("token", None), ("sequence", 3)])
@@ -474,17 +480,19 @@ def test_a_killed_run_goes_on_with_the_same_numbers(tiny, how):
     tiny.hook = lambda *_: None
     rows = dlc.train(dlc.parse(dlc.Config, ["--resume", "part", "--steps", "6"], ""))
     assert comparable(rows) == comparable(whole) and weights("part") == weights("whole")
-    assert [len(open(f"part/{x}.jsonl").readlines()) for x in ("metrics", "samples")] == [6, 6]
+    assert comparable(map(json.loads, open("part/metrics.jsonl"))) == comparable(whole)
     assert comparable(tiny.run(steps=2, seed=1, **how))[0] != comparable(whole)[0]
 
 
 def test_bfloat16_keeps_small_steps(tiny):
-    """Without float32 master weights an update below half a bfloat16 ulp is lost, every time."""
-    tiny.run(steps=40, dtype="bfloat16", lr=1e-4, sync_every=0)
-    first, second, last = (tiny.trained[t] for t in (0, 1, 39))
+    """The forward rounds and the weights do not: an update below half a bfloat16 ulp is kept."""
+    rows = tiny.run(steps=2, dtype="bfloat16", lr=1e-4, sync_every=0)
+    first, second = tiny.trained
     big = first.abs() > 0.13  # half an ulp is 5e-4 there: five steps of Adam
-    assert torch.equal(first, first.bfloat16().float()) and big.sum() > 50
-    assert torch.equal(first[big], second[big]) and (first[big] != last[big]).any()
+    moved = (second - first)[big].abs()
+    assert big.sum() > 50 and moved.max() < 5e-4 and (moved > 0).float().mean() > 0.9
+    gap = abs(rows[0]["entropy"] - tiny.run(steps=1)[0]["entropy"])
+    assert 1e-6 < gap < 1e-2
 
 
 def test_broken_rows_gradients_and_equal_rewards(tiny, monkeypatch):
@@ -492,7 +500,7 @@ def test_broken_rows_gradients_and_equal_rewards(tiny, monkeypatch):
 
     def spoil(t, rollout):
         if t == 1:
-            rollout.logq[1, 0], rollout.logq[2, 0], rollout.logp_stale[3, 0] = NAN, -INF, NAN
+            rollout.logq[1, 0], rollout.logq[2, 0], rollout.head_logq[3, 0, 1] = NAN, INF, NAN
         if t == 2:
             rollout.logq[:] = NAN
 
@@ -534,7 +542,7 @@ def test_the_tiny_run_learns_and_leaves_its_files(base, tmp_path, monkeypatch):
     folder = Path("runs/dlc-dlc-1")
     logged = [json.loads(x) for x in (folder / "metrics.jsonl").open()]
     assert comparable(logged[1:99]) == comparable(rows[1:99]) and len(logged) == 100
-    assert len((folder / "samples.jsonl").open().readlines()) == 100
+    assert all({*r["sample"]} == {"prompt", "answer", "completion", "reward"} for r in logged)
     assert json.loads((folder / "config.json").read_text())["lr"] == 3e-4
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
 

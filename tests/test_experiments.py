@@ -34,13 +34,14 @@ def test_readme_is_true_of_the_files():
 
 
 def test_the_readme_s_loop_learns(made_base, tmp_path, monkeypatch):
-    """The example for one's own loop, as it stands there: its reward rises, and the sampler syncs."""
+    """The example for one's own loop, as it stands: its reward rises, and the sampler syncs."""
     monkeypatch.chdir(tmp_path)
     code = re.search(r"^```python\n(.*?)^```", README, re.M | re.S)[1]
     base = re.search(r'load_model\("(.*?)"', code)[1]
     (tmp_path / base).parent.mkdir()
     (tmp_path / base).symlink_to(made_base())
-    code = code.replace("    loss.backward()", "    seen.append(float(R.mean()))\n    loss.backward()")
+    noted = "    seen.append(float(R.mean()))\n    loss.backward()"
+    code = code.replace("    loss.backward()", noted)
     space = dict(seen=[])
     exec(compile(code, "README.md", "exec"), space)
     assert len(code.splitlines()) <= 28 and space["q"].version > 0

@@ -51,10 +51,11 @@ def test_the_hardware_rounds_as_the_emulation():
     g = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(48, 1024, generator=g, device=DEVICE, dtype=torch.bfloat16)
     w = torch.randn(3072, 1024, generator=g, device=DEVICE)
-    codes, (scale,) = S.pack(w, "fp8")
     bits = lambda x: S.pack(x, "fp8")[0].cpu().view(torch.uint8)
     assert torch.equal(bits(w), bits(w.cpu())) and torch.equal(bits(x), bits(x.cpu()))
-    ours = S.fp8_matmul(x, codes, scale, torch.bfloat16).double()
+    layer = S.NarrowLinear(None, "fp8")
+    layer.load(w, torch.bfloat16)
+    ours = layer(x).double()
     exact = S.quantize(x, "fp8").double() @ S.quantize(w, "fp8").double().T
     assert (ours - exact).abs().max() <= 0.02 * exact.abs().max()  # bfloat16 out and summed
 

@@ -1,17 +1,23 @@
-"""The notebooks as files: valid, executed in order, small, and of one shape; and the bugs of
-notebook 6 are bugs, whose solutions solve them. Nothing heavy is executed here:
-tests/run_notebooks.py does that."""
+"""The notebooks as files: valid, executed in order, small, and of one shape; the exercises' checks
+tell their solutions from wrong answers; and the bugs of notebook 6 are bugs, whose solutions solve
+them. Here only the cells that an exercise needs are run, those tagged `setup`;
+tests/run_notebooks.py executes everything."""
 
 import contextlib
 import io
 import re
 from pathlib import Path
 
+import matplotlib
 import nbformat
 import pytest
+from matplotlib import pyplot as plt
+
+matplotlib.use("Agg")
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SOLUTION = r"<details><summary>{} (\d)</summary>.*?```python\n(.*?)```\s*</details>"
 EACH = pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 
 
@@ -78,18 +84,67 @@ def test_the_figure_of_the_readme():
 def run(source, names):
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        exec(source, names)  # noqa: S102
+        exec(source.replace("%matplotlib inline\n", ""), names)  # noqa: S102
     return shown.getvalue()
 
 
-def test_every_bug_fails_as_shipped_and_passes_with_its_solution(monkeypatch):
+@pytest.fixture
+def lesson(monkeypatch):
+    """Notebooks import lesson.py, which works in the repository's folder, in one thread."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    with plt.rc_context():
+        yield
+    plt.close("all")
+
+
+WRONG = {  # plausible answers that a check must refuse
+    ("01", "1"): "def sequence_weight(logp, logq):\n    return (logq - logp).exp()",
+    ("01", "2"): "b = float((joint(q).exp() * R).sum())",  # the mean reward under q
+    ("02", "1"): "keep = ['model.layers.0', 'model.layers.1']",  # two
+    ("02", "2"): "def e4m3(x):\n    return x.bfloat16().float()",  # seven bits, not three
+    ("03", "1"): "def truncated_lag(logp, logq, **_):\n"
+                 "    return dlc.ratio(logp, logq).clamp_max(1.2), None, None",  # both gaps
+    ("03", "2"): "changes = dict(logp_stale=policies['logq'])",
+    ("04", "1"): "def limit(s):\n    return math.exp(-s)",
+    ("04", "2"): "N = next(k for k, x in enumerate(mean_ess) if x < 0.5) + 1",
+    ("05", "1"): "def reverse_kl(student_logits, teacher_logits):\n"
+                 "    return opd.divergence('forward', student_logits, teacher_logits)",
+    ("05", "2"): "mine = dict(weights='int3', kv='fp8')",  # above the budget
+}
+
+
+@pytest.mark.parametrize("path", PATHS[:5], ids=lambda p: p.stem)
+def test_an_exercise_s_check_tells_its_solution_from_a_wrong_answer(path, lesson):
+    nb, names = nbformat.read(path, 4), {}
+    tagged = [(tag, c.source) for c in code(nb) for tag in c.metadata.get("tags", [])]
+    part = dict(tagged)
+    solutions = dict(re.findall(SOLUTION.format("Exercise"), words(nb)[-1], re.S))
+    assert set(part) == {"setup", "exercise-1", "check-1", "exercise-2", "check-2"}
+    assert list(solutions) == ["1", "2"]
+    for tag, source in tagged:
+        if tag == "setup":
+            run(source, names)
+    for i, solution in solutions.items():
+        judged = lambda: run(part[f"check-{i}"], names)
+        verdict = lambda: re.search(rf"^exercise {i}: (\w+)", judged(), re.M)[1]
+        run(part[f"exercise-{i}"], names)
+        assert verdict() == "TODO"
+        run(WRONG[path.stem[:2], i], names)
+        assert verdict() == "FAIL"
+        run(solution, names)
+        assert verdict() == "PASS"
+
+
+def test_every_bug_fails_as_shipped_and_passes_with_its_solution(lesson):
     nb = nbformat.read(ROOT / "notebooks" / "06_find_the_bug.ipynb", 4)
     tagged = {tag: c.source for c in code(nb) for tag in c.metadata.get("tags", [])}
     assert set(tagged) == {f"{kind}-{i}" for kind in ("bug", "check") for i in range(1, 8)}
-    fold = r"<details><summary>Bug (\d)</summary>.*?```python\n(.*?)```\s*</details>"
-    solutions = re.findall(fold, words(nb)[-1], re.S)
+    solutions = re.findall(SOLUTION.format("Bug"), words(nb)[-1], re.S)
     assert [i for i, _ in solutions] == list("1234567")
+    seen = re.findall(r"\(https://github.com/[\w-]+/[\w-]+/(?:pull|issues)/\d+\)", words(nb)[-1])
+    assert len(set(seen)) == 7  # a public place for each
 
     names = {}
     for cell in code(nb):

@@ -165,7 +165,7 @@ def test_kv_codes_are_torchs_own_and_one_byte(fmt, dtype):
     assert layer.keys.dtype == torch.uint8 and layer.keys.shape == x.shape
 
 
-def test_fp8_emulation_rounds_like_the_hardware_instruction():
+def test_fp8_emulation_rounds_like_the_hardware_instruction(monkeypatch):
     w, x, bias = torch.randn(64, 48), torch.randn(20, 48).to(BF16), torch.randn(64).to(BF16)
     layer = NarrowLinear(bias, "fp8")
     layer.load(w, BF16)
@@ -175,8 +175,11 @@ def test_fp8_emulation_rounds_like_the_hardware_instruction():
     error = lambda y: float(((y - want).abs() / (x.float().abs() @ w.abs().t())).max())
     assert error(layer(x).float() - bias) < 0.006  # bfloat16's own rounding ...
     assert error(x.float() @ quantize(w, "fp8").t()) > 0.012  # ... unrounded activations exceed
-    close(S.fp8_matmul(x, w8, sw, BF16).float(), want, 1e-6)  # what a GPU would be given
     assert layer.codes.element_size() == 1
+    monkeypatch.setattr(S, "hardware_fp8", lambda x: True)  # what a GPU would be given
+    assert error(layer(x[None])[0].float() - bias) < 0.006
+    layer.bias = None
+    close(layer(x).float(), want, 1e-6)
 
 
 # --- what is recorded is what was drawn from
@@ -273,7 +276,8 @@ def test_head_is_the_top_k_of_the_whole_vocabulary():
     assert torch.equal(r.head_ids, ids)
     close(r.head_logq, top)  # over the vocabulary, not renormalised
     r = TorchSampler(model, "none", "none", head_k=64).sample(PROMPTS, 2)
-    assert r.head_ids.shape[-1] == 17 and (r.head_logq.exp().sum(-1) - 1).abs().max() < 1e-5
+    mass = r.head_logq.exp().sum(-1)[r.mask]
+    assert r.head_ids.shape[-1] == 17 and (mass - 1).abs().max() < 1e-5
 
 
 def test_a_stop_is_kept_and_ends_its_own_row_only():
@@ -368,15 +372,15 @@ def test_a_frozen_head_gets_no_gradient_and_none_is_computed():
             return out
 
     for trained in (True, False):
-        h, w, b = (torch.randn(shape, requires_grad=trained) for shape in ((6, 5), (9, 5), (9,)))
-        loss = S.LinearLogps.apply(h.requires_grad_(), w, b, torch.arange(6)[:, None]).sum()
+        h, w = (torch.randn(shape, requires_grad=trained) for shape in ((6, 5), (9, 5)))
+        loss = S.LinearLogps.apply(h.requires_grad_(), w, torch.arange(6)[:, None]).sum()
         seen = set()
         with Shapes():
             loss.backward()
         assert (6, 5) in seen and ((9, 5) in seen) == trained  # (V, D): a third more arithmetic
-        assert h.grad.any() and (w.grad is not None) == (b.grad is not None) == trained
+        assert h.grad.any() and (w.grad is not None) == trained
     h, w, every = h.detach().to(BF16), w.to(BF16), torch.arange(9).expand(6, 9)
-    close(S.LinearLogps.apply(h, w, None, every), (h @ w.t()).float().log_softmax(-1), 1e-6)
+    close(S.LinearLogps.apply(h, w, every), (h @ w.t()).float().log_softmax(-1), 1e-6)
 
 
 CHILD = """
@@ -391,7 +395,7 @@ ids = torch.randint(151936, (n, 1))
 open("/proc/self/clear_refs", "w").write("5")  # else the peak of start-up hides ours
 start, before = time.time(), status("VmRSS")
 plain = lambda: (h @ w.t()).log_softmax(-1).gather(-1, ids)
-(plain() if sys.argv[2] == "plain" else LinearLogps.apply(h, w, None, ids)).sum().backward()
+(plain() if sys.argv[2] == "plain" else LinearLogps.apply(h, w, ids)).sum().backward()
 print((status("VmHWM") - before), (time.time() - start) / n)
 """
 
@@ -423,12 +427,12 @@ def test_models_and_arguments_it_cannot_serve_are_refused():
     layers = ["conv", "full_attention"]  # a convolution's state, which left padding would change
     conv = hf.Lfm2Config(**COMMON | LLAMA | dict(layer_types=layers))
     for kv in ("none", "bf16", "fp8"):
-        with pytest.raises(ValueError, match="Lfm2ForCausalLM: has layers without KV"):
+        with pytest.raises(ValueError, match="Lfm2ForCausalLM: layers without KV"):
             TorchSampler(hf.AutoModelForCausalLM.from_config(conv).eval(), "none", kv)
-    for options in (dict(weights="fp4"), dict(kv="int4"), dict(noise=-1.0), dict(head_k=0)):
-        with pytest.raises(ValueError):
+    for options in (dict(weights="fp4"), dict(kv="int4")):
+        with pytest.raises(ValueError, match="choose one of"):
             TorchSampler(tiny(), **options)
-    for prompts, n in (([], 3), ([[3], []], 3), ([[3]], 0)):
+    for prompts, n in (([], 3), ([[3]], 0)):
         with pytest.raises(ValueError):
             TorchSampler(tiny()).sample(prompts, n)
 

@@ -352,7 +352,7 @@ def failing(completions, **_):
 def launch(case, folder, model, prompts, rollout):
     """This file on two CPU processes: (exit status, 124 if it hangs, and output)."""
     torch.save((str(model), prompts, rollout), folder / "given.pt")
-    run = ["timeout", "240"]  # it ends torchrun by SIGTERM, and torchrun its processes
+    run = ["timeout", "600"]  # it ends torchrun by SIGTERM, and torchrun its processes
     run += [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = dict(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     done = subprocess.run([*run, __file__, folder, case], env=os.environ | environment, text=True,

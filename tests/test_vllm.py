@@ -43,14 +43,12 @@ def gap(sampler, r, model=None):
     return (logp - r.logq)[r.mask].abs(), (head - r.head_logq)[r.mask].abs()
 
 
-def test_agrees_with_the_trainer_on_forced_tokens_and_on_its_own(pair):
+def test_agrees_with_the_trainer_on_what_it_drew(pair):
     model, sampler = pair
-    tokens = torch.randint(4, 256, (8, 40), generator=torch.Generator().manual_seed(1))
-    forced = (sampler._score(tokens) - sampler._reference(tokens)).abs()
     own, head = gap(sampler, sampler.sample(PROMPTS * 8, 12, seed=0))
-    print(f"\nvLLM against the trainer, float32: forced tokens max {forced.max():.2e} "
-          f"mean {forced.mean():.2e}, drawn max {own.max():.2e}, head max {head.max():.2e} nats")
-    assert forced.max() < 2e-3 and own.max() < 2e-3 and head.max() < 5e-3
+    print(f"\nvLLM against the trainer, float32: drawn max {own.max():.2e}, head max "
+          f"{head.max():.2e} nats")  # fmt: skip
+    assert own.max() < 2e-3 and head.max() < 5e-3 and sampler.limit == 0.02
 
 
 def test_two_syncs_of_a_tied_model_and_the_same_prompt_before_and_after(pair):
@@ -73,17 +71,93 @@ def test_a_sync_that_leaves_weights_behind_stops_the_run(pair, monkeypatch):
     """vLLM's CPU build multiplies by a packed copy of a tied head; without packing it again the
     probe must object."""
     model, sampler = pair
-    monkeypatch.setattr(S, "pack_tied_head", lambda worker: None)
+    monkeypatch.setattr(S, "pack_again", lambda worker, tied: None)
     good = {k: v.clone() for k, v in model.state_dict().items()}
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         model.get_output_embeddings().weight.add_(torch.randn(256, 64, generator=g))
-    with pytest.raises(ValueError, match="engine does not hold those weights"):
+    with pytest.raises(ValueError, match="does not hold the weights of step 3"):
         sampler.sync(model, 3)
     monkeypatch.undo()
     sampler.sync(model, 3)  # with the head packed the same weights are taken
     model.load_state_dict(good)
     sampler.sync(model, 4)
+
+
+def test_a_prefix_cache_that_is_not_dropped_stops_the_run(pair, monkeypatch):
+    monkeypatch.setattr(pair[1].engine, "reset_prefix_cache", lambda: False)
+    with pytest.raises(ValueError, match="prefix cache"):
+        pair[1].sync(pair[0], 3)
+
+
+def moe():
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, moe_intermediate_size=64,
+        num_experts=4, num_experts_per_tok=2,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=3, pad_token_id=0))  # fmt: skip
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4) if p.dim() > 1 else None
+    return model.eval()
+
+
+def mixture_of_experts():
+    """What the next test runs in a process of its own: vLLM sets up experts only with the first
+    model of a process."""
+    model, gaps, patch = moe(), [], pytest.MonkeyPatch()
+    measure, save = S.VLLMSampler._gap, type(model).save_pretrained
+
+    def measured(self, draw, limit=9.0):
+        gaps.append(measure(self, draw, limit))
+        return gaps[-1]
+
+    def others(self, folder, **how):
+        damaged = copy.deepcopy(self)
+        damaged.model.layers[0].mlp.experts.down_proj.data.mul_(3)
+        save(damaged, folder, **how)
+
+    patch.setattr(S.VLLMSampler, "_gap", measured)
+    sampler = S.VLLMSampler(model, "none", "none", head_k=32, memory=1)
+    for version in (1, 2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * p.std() * torch.randn_like(p)) if p.dim() > 1 else None
+        sampler.sync(model, version)
+        assert gap(sampler, sampler.sample(PROMPTS * 8, 12, seed=0), model)[0].max() < 2e-3
+    print(gaps)
+    # PyTorch's, as started, the first hand-over, two syncs:
+    assert len(gaps) == 5 and max(gaps) < 1e-4
+    del sampler  # one engine at a time
+
+    with patch.context() as m:  # a hand-over that damages is no yardstick of what comes after
+        m.setattr(S, "pack_again", lambda worker, tied: None)
+        with pytest.raises(ValueError, match="does not hold the weights of step 0"):
+            S.VLLMSampler(model, "none", "none", head_k=32, memory=1)
+    patch.setattr(type(model), "save_pretrained", others)
+    with pytest.raises(ValueError, match="does not hold the weights of step 0"):
+        S.VLLMSampler(model, "bf16", "bf16", head_k=32, memory=1)
+
+
+def test_a_mixture_of_experts_is_the_trainers_as_started_and_after_every_sync():
+    """The reload of vLLM's CPU build forgets to pack the experts: half a nat, from the first on."""
+    command = [sys.executable, "-c", "import conftest, test_vllm; test_vllm.mixture_of_experts()"]
+    run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, timeout=1200)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_narrow_formats_are_held_to_what_pytorch_gives_for_them(pair):
+    """A bound for each format: what int2 costs is no fault, and in bf16 it would be one."""
+    gaps = {}
+    for weights, kv in (("none", "none"), ("bf16", "bf16"), ("fp8", "fp8"), ("int2", "fp8")):
+        plain = S.TorchSampler(pair[0], weights, kv)
+        gaps[weights] = S.VLLMSampler._gap(plain, plain.sample)
+    print(gaps)
+    assert pair[1].limit == 0.02  # of "none": 0, and so the floor
+    assert gaps["none"] < 1e-5 and 1e-4 < gaps["bf16"] < 0.02 < gaps["int2"]
+    assert gaps["bf16"] < gaps["fp8"] < gaps["int2"]
 
 
 def test_weights_are_rounded_and_noisy_before_they_are_handed_over(pair, monkeypatch):
@@ -99,7 +173,7 @@ def test_weights_are_rounded_and_noisy_before_they_are_handed_over(pair, monkeyp
     for change, copied in ((dict(), model), (dict(weights="int2", narrow=plan.narrow), rounded),
                            (dict(noise=0.3), noisy.engine)):  # fmt: skip
         with monkeypatch.context() as m:
-            for name, value in (change | dict(first_gap=None)).items():
+            for name, value in (change | dict(limit=9.0)).items():
                 m.setattr(sampler, name, value)
             sampler.sync(model, 5)
             r = sampler.sample(PROMPTS * 8, 8, seed=0)
@@ -144,31 +218,18 @@ def test_greedy_takes_the_likeliest(pair):
     assert (r.tokens[:, -r.mask.shape[1] :] == r.head_ids[..., 0])[r.mask].all()
 
 
-def test_a_missing_log_prob_is_nan_and_never_a_number(pair, monkeypatch):
+def test_a_missing_log_prob_masks_its_response(pair, monkeypatch):
     model, sampler = pair
     generate = sampler.engine.generate
 
     def lossy(*args, **kwargs):
         outputs = generate(*args, **kwargs)
-        outputs[1].outputs[0].logprobs.logprobs.pop()
-        outputs[1].outputs[0].token_ids = [0] * 4  # what padding of the ids looks like
         outputs[2].outputs[0].logprobs.token_ids[0] ^= 1  # the log-prob of another token
         return outputs
 
     monkeypatch.setattr(sampler.engine, "generate", lossy)
     r = sampler.sample(PROMPTS, 4, seed=0)
-    assert r.logq[1][r.mask[1]].isnan().all() and r.logq[0][r.mask[0]].isfinite().all()
-    assert r.logq[2].isnan().tolist() == [True] + [False] * 3
-
-
-def test_an_engine_error_is_one_line(pair):
-    def fails():
-        raise RuntimeError("a trace\nand its reason")
-
-    for call in (lambda: pair[1].sample([[1] * 600], 4), lambda: pair[1]._ask("sample", fails)):
-        with pytest.raises(ValueError, match="vLLM could not sample") as e:
-            call()
-        assert "\n" not in str(e.value) and r"\n" not in str(e.value)
+    assert r.mask.any(1).tolist() == [True, True, False] and r.logq.isfinite().all()
 
 
 def test_capture_cost(pair):

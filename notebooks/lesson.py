@@ -1,0 +1,84 @@
+"""What the six notebooks share: the repository's folder, one thread, the figures' style, and the
+judges of the exercises; and what notebook 2 shows of a real model, which is measured once:
+
+    python notebooks/lesson.py DIR   # a Hugging Face model -> notebooks/data/smollm2_formats.json
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+HERE = Path(__file__).resolve().parent
+os.chdir(HERE.parent)  # the repository; what is made once is kept in its runs/
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+warnings.filterwarnings("ignore", message="IProgress")  # a plain progress bar will do
+
+import torch  # noqa: E402
+from matplotlib import pyplot as plt  # noqa: E402
+
+import dlc  # noqa: E402
+import sampler  # noqa: E402
+
+torch.set_num_threads(1)
+Q, STALE, PI = "C3", "C4", "C0"  # q is red, π_stale purple, π blue
+plt.rcParams.update({"figure.dpi": 80, "font.size": 9, "axes.spines.top": False,
+                     "axes.spines.right": False})  # fmt: skip
+
+
+def check(name, answer, good):
+    """Print TODO while there is no answer, else PASS or FAIL; never raises."""
+    try:
+        verdict = "TODO" if answer is None else "PASS" if good(answer) else "FAIL"
+    except Exception as e:
+        verdict = f"FAIL ({type(e).__name__}: {e})"
+    print(f"{name}: {verdict}")
+
+
+def check_bug(name, test):
+    """Print PASS or FAIL and what was seen; `test` returns (whether it is right, a few words)."""
+    try:
+        good, seen = test()
+    except Exception as e:
+        good, seen = False, f"{type(e).__name__}: {e}"
+    print(f"{name}: {'PASS' if good else 'FAIL'}   {seen}")
+
+
+def quiet(call, *args, **kwargs):
+    """The result of a call, without its progress bars and lines."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return call(*args, **kwargs)
+
+
+def gap(model, rows, new_tokens, seed=1, **how):
+    """The mismatch of a sampler against its own unquantised copy: no lag, only numerics."""
+    probe = [(r["ids"] * 32)[:32] for r in rows[:4]]  # fixed ids that calibrate the KV scales
+    q = sampler.TorchSampler(model, probe=probe, **how)
+    r = q.sample([row["ids"] for row in rows], new_tokens, seed=seed)
+    return sampler.mismatch(r.logp_stale, r.logq, r.mask, r.head_logp_stale, r.head_logq)
+
+
+def measure_formats(folder, prompts=32, new_tokens=48):
+    """KL and largest difference of the formats on a real model, into notebooks/data/."""
+    model, tokenizer = dlc.load_model(folder, "float32", "cpu")
+    rows, _ = dlc.load_data(dlc.check(dlc.Config(model=folder)), tokenizer, model)
+    found = {}
+    for weights, kv in (("bf16", "bf16"), ("fp8", "bf16"), ("bf16", "fp8"), ("fp8", "fp8")):
+        row = gap(model, rows[:prompts], new_tokens, weights=weights, kv=kv)
+        found[f"{weights} {kv}"] = {k: row[k] for k in ("kl", "mean_abs", "max_abs", "tokens")}
+        print(weights, kv, row, flush=True)
+    text = model.config.get_text_config()
+    about = dict(command="python notebooks/lesson.py DIR",
+                 model=f"{text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}",
+                 vocab=text.vocab_size, first_prompt=rows[0]["prompt"], prompts=prompts,
+                 new_tokens=new_tokens)  # fmt: skip
+    path = HERE / "data" / "smollm2_formats.json"
+    path.write_text(json.dumps(dict(about, formats=found), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    measure_formats(sys.argv[1])
