@@ -101,3 +101,21 @@ def test_a_sampler_on_the_hardwares_fp8_stays_as_near_as_the_emulation(monkeypat
     scale = lambda x: mismatch(x.logp_stale, x.logq, x.mask, x.head_logp_stale, x.head_logq)["kl"]
     kl = [scale(r), scale(s)]
     assert kl[0] / 2 < kl[1] < kl[0] * 2, kl
+
+
+def test_the_gpus_table_runs_through_on_a_cpu_and_sees_what_is_wrong(capsys, monkeypatch):
+    import gpu_check
+
+    if not torch.cuda.is_available():
+        assert gpu_check.main([]) == 2 and "--tiny" in capsys.readouterr().err
+    assert gpu_check.main(["--tiny"]) == 0
+    table = capsys.readouterr().out
+    rows = [line.split(" | ") for line in table.splitlines()[4:-2]]
+    assert len(rows) > 25 and {len(r) for r in rows} == {4}
+    for part in ("rollouts", "forward and backward", "loss", "engine:", "vLLM"):
+        assert f"\n| {part}" in table
+    load = S.NarrowKV.load
+    monkeypatch.setattr(S.NarrowKV, "load", lambda self, codes, scale, dtype: load(
+        self, codes, scale * 1.01, dtype))
+    assert gpu_check.main(["--tiny"]) == 3
+    assert "KV codes that widen otherwise" in capsys.readouterr().out
