@@ -1,20 +1,22 @@
-"""Ours against what a user would pick instead, in one run, alternating, as ratios of medians.
+"""Ours against what a user would pick instead, as ratios of medians, with their range over starts.
 
-    python tests/bench.py                            # the tiny model; what is missing is named
-    python tests/bench.py --model DIR                # and a real one (SmolLM2-135M-Instruct)
-    python tests/bench.py --model DIR --vllm PYTHON  # and vLLM, by the python of its environment
-    python tests/bench.py --scaling                  # how time and memory grow, with a figure
+    python tests/bench.py                               # what the tiny model shows, and the loss
+    python tests/bench.py --model DIR --vllm PYTHON     # and a real one, and vLLM beside it
+    python tests/bench.py rollouts-32x64 --model DIR    # some parts only; the other rows stay
 
-Peers: TRL (`pip install trl`) and vLLM (its CPU build: README). Beside each figure stands a
-physical limit: the least time its multiplications or bytes take at the rates measured here at the
-start. Writes notebooks/data/bench.json. No test of the suite is timed.
+Each part runs in a process of its own, --starts times; within it ours and theirs alternate, and
+each gives the median of its rounds. A row holds the medians over the starts, the ratio's range, and
+a physical limit: the least time that its multiplications or bytes take at the rates measured then.
+Peers: TRL (`pip install trl`), and vLLM by the python of its own environment (its CPU build:
+README); DIR: SmolLM2-135M-Instruct for the committed numbers. Rows are merged into
+notebooks/data/bench.json. No test of the suite is timed. How time and memory grow, and what fits on
+a card: tests/scaling.py.
 """
 
 import argparse
 import contextlib
 import io
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -32,25 +34,17 @@ import opd  # noqa: E402
 import sampler  # noqa: E402
 from sampler import LinearLogps, TorchSampler  # noqa: E402
 
-ROUNDS = 5
-rows = []
+OUT = ROOT / "notebooks/data/bench.json"
 
 
-def add(what, ours, theirs, unit, target=None, limit=None, most=False, **more):
-    """A row: how many times better ours is; with `most` ours / theirs, and the target an upper
-    bound."""
-    ratio = met = None
+def row(what, ours, theirs, unit, target=None, limit=None, most=False, **more):
+    """One start's row. How many times better ours is; with `most` ours / theirs, and the target is
+    an upper bound."""
+    ratio = None
     if None not in (ours, theirs):
         ratio = ours / theirs if most or unit == "tokens/s" else theirs / ours
-    if None not in (ratio, target):
-        met = bool(ratio <= target if most else ratio >= target)
-    rows.append(dict(what=what, ours=ours, theirs=theirs, ratio=ratio, target=target, met=met,
-                     unit=unit, limit=limit) | more)
-    show = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
-    word, sign = {True: "met", False: "NOT MET", None: ""}[met], "<=" if most else ">="
-    print(f"{what:66} ours {show(ours):>9} theirs {show(theirs):>9} {unit:9} "
-          f"ratio {show(ratio):>6} target {sign}{show(target):>5} {word}  limit {show(limit)} "
-          + " ".join(f"{k} {show(v)}" for k, v in more.items()), flush=True)
+    return dict(what=what, ours=ours, theirs=theirs, ratio=ratio, target=target, most=most,
+                unit=unit, limit=limit) | more  # fmt: skip
 
 
 def seconds(call):
@@ -59,13 +53,13 @@ def seconds(call):
     return time.perf_counter() - start
 
 
-def alternate(*calls, rounds=ROUNDS):
-    """Median seconds of each, run in turn; one round of each before, unmeasured."""
+def alternate(*calls, rounds, warm=1):
+    """Median seconds of each, run in turn, after `warm` rounds that do not count."""
     taken = [[] for _ in calls]
-    for i in range(rounds + 1):
+    for i in range(warm + rounds):
         for call, kept in zip(calls, taken):
             took = call()
-            kept += [took] if i else []
+            kept += [took] if i >= warm else []
     return [statistics.median(x) for x in taken]
 
 
@@ -112,7 +106,7 @@ def unmeasured(rollout, *_):
     return dict.fromkeys(names, 1.0) | dict(tokens=int(rollout.mask.sum()))
 
 
-def our_step(correction, steps, logged=True, **how):
+def our_step(correction, logged=True, **how):
     """Median seconds of a training step of dlc.py. Not logged: both gaps unmeasured, and no stale
     scoring where the correction does not look at it."""
     measure, score, accuracy = dlc.measure, sampler.token_logps, dlc.accuracy
@@ -124,7 +118,7 @@ def our_step(correction, steps, logged=True, **how):
     try:
         with tempfile.TemporaryDirectory() as folder:
             run = quiet(dlc.train, dlc.Config(
-                correction=correction, weights="bf16", kv="bf16", sync_every=1, steps=steps,
+                correction=correction, weights="bf16", kv="bf16", sync_every=1,
                 device="cpu", out=folder + "/run", save_every=10**9, **how))
     finally:
         dlc.measure, sampler.token_logps, dlc.accuracy = measure, score, accuracy
@@ -176,15 +170,18 @@ def flops(model, tokens):
     return 2 * sum(p.numel() for p in model.parameters()) * tokens
 
 
-def steps_against_trl(name, path, speed, targets, steps, prompts, group, new, lr, **how):
-    model, tokenizer = dlc.load_model(path, "float32", "cpu")
+def steps_against_trl(start, model, tokenizer, targets, size, steps, lr, rounds, variants, **how):
+    """RL steps of `size` (prompts, responses to each, tokens), ours in variants and TRL's."""
+    prompts, group, new = size
     data, _ = dlc.load_data(dlc.check(dlc.Config(device="cpu", prompts=prompts, **how)), tokenizer)
-    shown = [dict(prompt=r["prompt"], answer=r["answer"]) for r in data]
     how |= dict(steps=steps, prompts=prompts, group_size=group, max_new_tokens=new, lr=lr)
-    theirs = trl_step(path, prompts, group, new, lr, shown, steps)
-    calls = [lambda: our_step("reinforce", **how), lambda: our_step("dlc", **how),
-             lambda: our_step("sc", **how), lambda: our_step("reinforce", logged=False, **how)]
-    *ours, bare, trl = alternate(*calls, theirs) if theirs else (*alternate(*calls), None)
+    ours = {"reinforce, gaps not measured (as TRL)": lambda: our_step("reinforce", False, **how)}
+    ours |= {c: lambda c=c: our_step(c, **how) for c in variants}
+    shown = [dict(prompt=r["prompt"], answer=r["answer"]) for r in data]
+    theirs = trl_step(start.path, prompts, group, new, lr, shown, steps)
+    calls = [*ours.values()] + [theirs] * (theirs is not None)
+    taken = alternate(*calls, rounds=rounds, warm=0)  # each drops its own first step
+    taken, trl = (taken[:-1], taken[-1]) if theirs else (taken, None)
     q = TorchSampler(model, "bf16", "bf16")
     ids = [r["ids"] for r in data[:prompts] for _ in range(group)]
 
@@ -192,19 +189,40 @@ def steps_against_trl(name, path, speed, targets, steps, prompts, group, new, lr
         drawn = q.sample(ids, new, seed=0)
         sampler.token_logps(model, drawn, head=True)[0].sum().backward()
 
-    step()
     shares = profile(step)
     # Tokens read: each prompt once, each response but for its last token. Sampling reads them once,
     # π_stale once, forward and backward three times over.
     length = statistics.fmean(len(r["ids"]) for r in data)
     reads = flops(model, prompts * length + prompts * group * (new - 1))
     missing = " (TRL is missing)" if trl is None else ""
-    for c, mine, passes in (("reinforce", ours[0], 4), ("dlc", ours[1], 4),
-                            ("reinforce, gaps not measured (as TRL)", bare, 3)):
-        least = reads * passes / speed["float32"] + reads / speed["bfloat16"]
-        add(f"RL step, {name}, {prompts} x {group}: {c} against TRL" + missing, mine, trl, "s",
-            targets.get(c), least, profile=shares)
-    return ours, how
+    limits = {}
+    for c, mine in zip(ours, taken):
+        passes = 3 if c.endswith("(as TRL)") else 4
+        limits[c] = reads * passes / start.speed["float32"] + reads / start.speed["bfloat16"]
+        if c != "sc":
+            what = f"RL step, {start.name}, {prompts} x {group} x {new}: {c} against TRL{missing}"
+            yield row(what, mine, trl, "s", targets.get(c), limits[c], profile=shares)
+    if "sc" in ours:
+        taken, what = dict(zip(ours, taken)), f"step, {start.name}, as logged: "
+        for c, target in (("dlc", 1.35), ("sc", 1.05)):
+            yield row(f"{what}{c} over reinforce", taken[c], taken["reinforce"], "s", target,
+                      limits[c], most=True)  # fmt: skip
+
+
+def rl_tiny(start):
+    yield from steps_against_trl(start, *start.load(), {}, (32, 8, 4), 21, 2e-4, 3,
+                                 ("reinforce", "dlc", "sc"))  # fmt: skip
+
+
+def rl_short(start):
+    targets = dict(reinforce=1.8, dlc=1.8)
+    yield from steps_against_trl(start, *start.load(), targets, (8, 8, 12), 3, 1e-5, 1,
+                                 ("reinforce", "dlc"), model=start.path)  # fmt: skip
+
+
+def rl_long(start):
+    yield from steps_against_trl(start, *start.load(), {}, (8, 8, 128), 2, 1e-5, 1,
+                                 ("reinforce", "dlc"), model=start.path)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
@@ -229,19 +247,19 @@ print("SECONDS", sorted(taken[1:])[rounds // 2])
 """
 
 
-def vllm_seconds(python, path, prompts, new):
-    """Median seconds of a batch in vLLM, run by another environment's `python`; None: it failed."""
-    asked = json.dumps([path, new, ROUNDS, prompts])
-    done = subprocess.run([python, "-c", VLLM], input=asked, capture_output=True, text=True,
-                          env=os.environ | dict(HF_HUB_OFFLINE="1"))
+def vllm_seconds(start, prompts, new, rounds):
+    """Median seconds of a batch in vLLM, run by another environment's python; None: it failed."""
+    asked = json.dumps([start.path, new, rounds, prompts])
+    done = subprocess.run([start.vllm, "-c", VLLM], input=asked, capture_output=True, text=True,
+                          env=os.environ | dict(HF_HUB_OFFLINE="1"))  # fmt: skip
     found = [line for line in done.stdout.splitlines() if line.startswith("SECONDS")]
     return float(found[0].split()[1]) if found else None
 
 
-def rollouts(name, model, prompts, new, target, speed, vllm=None, path=None):
+def rollouts(start, model, prompts, new, target, rounds, vllm_target=None):
     """New tokens a second with a top-64 head, against transformers' generate with scores and the
     same head."""
-    q = TorchSampler(model, "bf16", "bf16")
+    q = TorchSampler(model, "bf16", "bf16", stop_ids=[])  # both draw every token
     wide, k = model.to(torch.bfloat16), min(64, q.head_k)
     P = max(map(len, prompts))
     padded = torch.tensor([[0] * (P - len(p)) + list(p) for p in prompts])
@@ -251,39 +269,48 @@ def rollouts(name, model, prompts, new, target, speed, vllm=None, path=None):
         out = wide.generate(
             padded, attention_mask=attention, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
             max_new_tokens=new, min_new_tokens=new, output_logits=True,
-            return_dict_in_generate=True, pad_token_id=0)
+            return_dict_in_generate=True, pad_token_id=0)  # fmt: skip
         for z in out.logits:
             z.float().log_softmax(-1).topk(k)
 
     def ours():
-        stop, q.stop_ids = q.stop_ids, q.stop_ids[:0]  # both draw every token
         q.sample(prompts, new, seed=0)
-        q.stop_ids = stop
 
     def bare():  # without log π_stale, which generate does not have either
         score, sampler.token_logps = sampler.token_logps, lambda m, r, *_: (r.logq, r.head_logq)
         ours()
         sampler.token_logps = score
 
-    count = len(prompts) * new
     calls = [lambda call=call: seconds(call) for call in (bare, ours, generate)]
     with torch.no_grad():
-        mine, whole, theirs = alternate(*calls)
-    size = sum(p.nbytes for p in wide.parameters())
-    least = max(new * size / speed["bytes"], flops(wide, count) / speed["bfloat16"])
-    what = f"rollouts, {name}, {len(prompts)} x {new}: against "
-    add(what + "generate", count / mine, count / theirs, "tokens/s", target, count / least,
-        with_logp_stale=count / whole, profile=profile(bare))
-    if not vllm:
-        return add(f"rollouts, {name}: against vLLM (missing: give --vllm PYTHON)", count / mine,
-                   None, "tokens/s")
-    took = vllm_seconds(vllm, path, [list(p) for p in prompts], new)
-    add(what + "vLLM on this CPU" + (" (it failed)" if took is None else ""), count / mine,
-        None if took is None else count / took, "tokens/s", None, count / least)
+        mine, whole, theirs = alternate(*calls, rounds=rounds)
+        shares = profile(bare)
+    count, size = len(prompts) * new, sum(p.nbytes for p in wide.parameters())
+    least = max(new * size / start.speed["bytes"], flops(wide, count) / start.speed["bfloat16"])
+    what = f"rollouts, {start.name}, {len(prompts)} x {new}: against "
+    yield row(what + "generate", count / mine, count / theirs, "tokens/s", target, count / least,
+              with_logp_stale=count / whole, profile=shares)  # fmt: skip
+    if start.vllm and start.name != "tiny default":
+        took = vllm_seconds(start, [list(p) for p in prompts], new, rounds)
+        yield row(what + "vLLM on this CPU" + (" (it failed)" if took is None else ""),
+                  count / mine, took and count / took, "tokens/s", vllm_target, count / least)
+
+
+def rollouts_tiny(start):
+    prompts = [p for p in start.prompts(32) for _ in range(8)]
+    yield from rollouts(start, start.load()[0], prompts, 4, None, 5)
+
+
+def rollouts_short(start):
+    yield from rollouts(start, start.load()[0], start.prompts(32), 64, 1.6, 3, 0.6)
+
+
+def rollouts_long(start):
+    yield from rollouts(start, start.load()[0], start.prompts(16), 256, 1.9, 1, 0.6)
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory and time in a process of its own.
+# The loss at real vocabularies: gather minus logsumexp in chunks, against log_softmax of the whole.
 
 PEAK = """
 work()  # once before: the libraries' own buffers
@@ -308,274 +335,184 @@ def peak(code, times=1):
     """(median seconds, peak bytes above the inputs over all `times`) of `work()` in a process of
     its own, the high-water mark cleared after set-up. Holes that one run leaves in the heap are in
     the peak of several."""
-    head = (f"import sys, time, torch\nsys.path.insert(0, {str(ROOT)!r})\n"
+    paths = [str(ROOT), str(ROOT / "tests")]
+    head = (f"import sys, time, torch\nsys.path[:0] = {paths!r}\n"
             f"torch.set_num_threads({torch.get_num_threads()})\nTIMES = {times}\n")
     done = subprocess.run([sys.executable, "-c", head + code + PEAK], capture_output=True,
                           text=True, check=True)
     return tuple(map(float, done.stdout.split()))
 
 
-LOSS = """
-from sampler import LinearLogps
-h = torch.randn({N}, {D}, requires_grad=True)
-w = (torch.randn({V}, {D}) / 16).requires_grad_()
-ids = torch.randint({V}, ({N}, 1))
 
-def work():
-    {loss}.sum().backward()
-    h.grad = w.grad = None
-"""
+def losses(V, N, D):
+    """(ours, plain): forward and backward of N positions of width D over V words."""
+    h, w = torch.randn(N, D, requires_grad=True), (torch.randn(V, D) / 16).requires_grad_()
+    ids = torch.randint(V, (N, 1))
+
+    def ours():
+        LinearLogps.apply(h, w, ids).sum().backward()
+        h.grad = w.grad = None
+
+    def plain():
+        (h @ w.t()).log_softmax(-1).gather(-1, ids).sum().backward()
+        h.grad = w.grad = None
+
+    return ours, plain
 
 
-def loss_memory(speed):
-    """The loss at a real vocabulary: gather minus logsumexp in chunks, against log_softmax of the
-    whole."""
+SHAPES = ((151_936, 2048, 256), (151_936, 512, 1024), (49_152, 1024, 576), (32_000, 2048, 512))
+
+
+def loss_memory(start):
     V, N, D = 151_936, 4096, 256
-    codes = [LOSS.format(V=V, N=N, D=D, loss=loss) for loss in (
-        "LinearLogps.apply(h, w, ids)", "(h @ w.t()).log_softmax(-1).gather(-1, ids)")]
-    found = [[peak(code) for code in codes] for _ in range(3)]  # a process each, in turn
-    middle = lambda i, j: statistics.median(r[i][j] for r in found)
-    (t, m), (t2, m2) = ((middle(i, 0), middle(i, 1) / 2**20) for i in (0, 1))
+    code = f"from bench import losses\nwork = losses({V}, {N}, {D})"
+    ours, plain = (peak(f"{code}[{i}]\n")[1] / 2**20 for i in (0, 1))
     least = (V * D * 4 + LinearLogps.CHUNK * 4) / 2**20
-    what = "loss, V = 151,936, 4,096 positions: "
-    add(what + "peak memory against log_softmax", m, m2, "MiB", 1 / 8, least, most=True)
-    least = 4 * 2 * N * V * D / speed["float32"]
-    add(what + "time against log_softmax", t, t2, "s", 1.6, least, most=True)
+    yield row("loss, V = 151,936, 4,096 positions of 256: peak memory against log_softmax", ours,
+              plain, "MiB", 1 / 8, least, most=True)  # fmt: skip
 
 
-def kv(model, prompts, name, speed):
+def loss_time(start):
+    for V, N, D in SHAPES:
+        calls = [lambda call=call: seconds(call) for call in losses(V, N, D)]
+        ours, plain = alternate(*calls, rounds=7)
+        least = 4 * 2 * N * V * D / start.speed["float32"]
+        yield row(f"loss, V = {V:,}, {N:,} positions of {D:,}: time against log_softmax", ours,
+                  plain, "s", 1.6, least, most=True)  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# The KV cache in FP8; the admission check.
+
+
+def kv(start):
     each = {n: b for n, b, _, _ in opd.capacity(opd.Config(capacity=16))}
     wide, thin = each["bf16"], each[next(n for n in each if n.startswith("fp8,"))]
-    add("KV bytes a token, 28 layers of 8 x 128, one layer kept in bf16", thin, wide, "bytes", 1.93,
-        wide / 2, uniform=wide / each["fp8"])
-    q8, q16 = TorchSampler(model, "bf16", "fp8"), TorchSampler(model, "bf16", "bf16")
-    q8.stop_ids = q16.stop_ids = q16.stop_ids[:0]  # both draw every token
-    new = 64 if name != "tiny default" else 16
+    yield row("KV bytes a token, 28 layers of 8 x 128, one layer kept in bf16", thin, wide, "bytes",
+              1.93, wide / 2, uniform=wide / each["fp8"])  # fmt: skip
+    model, prompts = start.load()[0], start.prompts(32)
+    q8, q16 = (TorchSampler(model, "bf16", f, stop_ids=[]) for f in ("fp8", "bf16"))
+    new = 16 if start.name == "tiny default" else 64
     calls = [lambda q=q: seconds(lambda: q.sample(prompts, new, seed=0)) for q in (q8, q16)]
-    a, b = alternate(*calls)
+    ours, theirs = alternate(*calls, rounds=3)
     size = sum(p.nbytes for p in q16.engine.parameters())  # read once a token
-    add(f"decode with FP8 KV against BF16 KV, {name}, {len(prompts)} x {new}", a, b, "s", 1.3,
-        new * size / speed["bytes"], most=True)
+    yield row(f"decode with FP8 KV against BF16 KV, {start.name}, {len(prompts)} x {new}", ours,
+              theirs, "s", 1.3, new * size / start.speed["bytes"], most=True)  # fmt: skip
 
 
-def admission(speed):
+def admission(start):
     with tempfile.TemporaryDirectory() as folder:
         opd.tiny_base(steps=1200)  # the teacher, made once: not a part of a training run
         cfg = opd.Config(levels="0", seeds=1, device="cpu", budget=folder + "/budget.json",
-                         out=folder + "/runs")
+                         out=folder + "/runs")  # fmt: skip
         budget = quiet(opd.calibrate, cfg)
         cfg = opd.Config(weights="fp8", kv="fp8", device="cpu", budget=cfg.budget)
-        taken = statistics.median(opd.admit(cfg, budget)["seconds"] for _ in range(ROUNDS))
+        taken = statistics.median(opd.admit(cfg, budget)["seconds"] for _ in range(5))
     model, *_ = opd.untrained(opd.check(cfg))
     # About 5 tokens of a prompt, 3 of a response; four samplers, each read and scored.
-    least = 4 * flops(model, opd.PROBE * 8) * (1 / speed["bfloat16"] + 1 / speed["float32"])
-    add("admission check against one training run (300 steps)", taken, budget["seconds"], "s", 0.02,
-        least, most=True)
+    products = 1 / start.speed["bfloat16"] + 1 / start.speed["float32"]
+    least = 4 * flops(model, opd.PROBE * 8) * products
+    yield row("admission check against one training run (300 steps)", taken, budget["seconds"], "s",
+              0.02, least, most=True)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
-# How time and memory grow, and what a run needs on one card.
+# Starts, and what is written.
+
+TINY = {"rl-tiny": rl_tiny, "rollouts-tiny": rollouts_tiny, "loss-memory": loss_memory,
+        "loss-time": loss_time, "admission": admission}  # fmt: skip
+REAL = {"kv": kv, "rollouts-32x64": rollouts_short, "rollouts-16x256": rollouts_long,
+        "rl-8x8x12": rl_short, "rl-8x8x128": rl_long}  # fmt: skip
 
 
-def estimate(text, batch, length, weights="fp8", kv="fp8"):
-    """Bytes of each part of a run of dlc.py on one card, by counting; `text`: a Hugging Face
-    config.
+class Start:
+    """One start of one part: the model it is about, and this machine's rates."""
 
-    trainer: float32 weights (a bfloat16 forward casts them, one at a time), gradient, Adam's two
-    moments; sampler: the unquantised copy and the narrow one (1 byte a weight in linear layers, 2
-    elsewhere, 4 a row for scales); KV: batch * length * layers * 2 * heads * size * 1 or 2; logits:
-    one chunk of LinearLogps, twice."""
-    h, inner, L = text.hidden_size, text.intermediate_size, text.num_hidden_layers
-    size = getattr(text, "head_dim", None) or h // text.num_attention_heads
-    q, k = text.num_attention_heads * size, text.num_key_value_heads * size
-    shapes = [(q, h), (k, h), (k, h), (h, q), (inner, h), (inner, h), (h, inner)]
-    linear, scales = L * sum(a * b for a, b in shapes), L * sum(a for a, _ in shapes)
-    heads = 1 if text.tie_word_embeddings else 2
-    rest = text.vocab_size * h * heads + L * (2 * h + 2 * size) + h
-    n = linear + rest
-    narrow = 2 * linear if weights in ("none", "bf16") else linear + 4 * scales
-    return {"trainer: weights": 4 * n,
-            "trainer: gradient": 4 * n,
-            "trainer: Adam": 8 * n,
-            "sampler: unquantised copy": 4 * n,
-            "sampler: narrow copy": narrow + 2 * rest,
-            "KV cache": batch * length * L * 2 * k * (2 if kv in ("none", "bf16") else 1),
-            "logits": 2 * 4 * LinearLogps.CHUNK}
+    def __init__(self, part, model, vllm):
+        real = part in REAL and model
+        self.path, self.vllm = model if real else str(dlc.tiny_base()), vllm
+        self.name = Path(model).name if real else "tiny default"
+        self.speed = rates()
+
+    def load(self):
+        return dlc.load_model(self.path, "float32", "cpu")
+
+    def prompts(self, n):
+        named = dict() if self.name == "tiny default" else dict(model=self.path)
+        cfg = dlc.check(dlc.Config(device="cpu", **named))
+        return [r["ids"] for r in dlc.load_data(cfg, self.load()[1])[0][:n]]
 
 
-def real_bytes(run, batch, length):
-    """The same of a run's own tensors."""
-    size = lambda tensors: sum(t.nbytes for t in tensors)
-    params = list(run.model.parameters())
-    for w in params:
-        w.grad = torch.zeros_like(w)
-    run.optimizer.step()
-    q, cache = run.sampler.sampler, run.sampler.sampler._new_cache()
-    q.engine(torch.zeros(batch, length).long(), past_key_values=cache, use_cache=True)
-    narrow = [q.engine.get_submodule(n) for n in q.narrow]
-    moments = [t for s in run.optimizer.state.values() for k, t in s.items() if k != "step"]
-    codes = [t for m in narrow for t in (m.codes, *m.scales)]
-    return {"trainer: weights": size(params),
-            "trainer: gradient": size(w.grad for w in params),
-            "trainer: Adam": size(moments),
-            "sampler: unquantised copy": size(q.stale.parameters()),
-            "sampler: narrow copy": size(q.engine.parameters()) + size(codes),
-            "KV cache": size(t for layer in cache.layers for t in (layer.keys, layer.values))}
+def one(part, args):
+    """In a process of its own: the rows of one start, as JSON on the last line."""
+    start = Start(part, args.model, args.vllm)
+    found = list((TINY | REAL)[part](start))
+    giga = {k: round(v / 1e9, 1) for k, v in start.speed.items()}
+    machine = dict(threads=torch.get_num_threads(), torch=torch.__version__, **giga)
+    print("\n" + json.dumps([r | dict(part=part, machine=machine) for r in found]))
 
 
-def check_estimate():
-    """The estimate against the bytes of real tensors, on two small models; ratio for each part."""
-    for steps, width, layers in ((350, 64, 3), (2, 96, 2)):
-        with tempfile.TemporaryDirectory() as folder:
-            cfg = dlc.check(dlc.Config(device="cpu", steps=1, out=folder + "/run"))
-            loaded = dlc.load_model(dlc.tiny_base(steps, width, layers), "float32", "cpu")
-            with dlc.Run(cfg, *loaded, "bench") as run:
-                guess, real = estimate(run.model.config, 4, 10), real_bytes(run, 4, 10)
-        print(f"{layers}x{width}: estimate over real bytes "
-              + ", ".join(f"{k} {guess[k] / v:.3f}" for k, v in real.items()))
+def together(starts):
+    """One row of each start's: medians over them, and the ratio's least and largest."""
+    out, middle = dict(starts[0]), lambda key: statistics.median(r[key] for r in starts)
+    if any(r["ratio"] is None for r in starts):
+        return out | dict(met=None, starts=len(starts))
+    ratios = [r["ratio"] for r in starts]
+    out |= dict(ours=middle("ours"), theirs=middle("theirs"), ratio=statistics.median(ratios),
+                limit=middle("limit"), range=[min(ratios), max(ratios)])  # fmt: skip
+    met, target = None, out["target"]
+    if target is not None:
+        met = out["ratio"] <= target if out["most"] else out["ratio"] >= target
+    return out | dict(met=met, starts=len(starts))
 
 
-def scaling_figure(out):
-    from matplotlib import pyplot as plt
-
-    names = dict(B="responses", T="length, tokens", V="vocabulary", D="width")
-    fig, axes = plt.subplots(2, 4, figsize=(12, 5.5), layout="constrained")
-    for row in out:
-        line = ("seconds", "peak MiB").index(row["unit"])
-        ax = axes[line, list(names).index(row["axis"])]
-        style = "C3s--" if row["what"] == "rollout" else "C0o-"
-        ax.loglog(row["values"], row["y"], style, label=row["what"])
-        ax.annotate(f"{row['slopes'][-1]:.2f}", (row["values"][-1], row["y"][-1]), xytext=(5, -3),
-                    textcoords="offset points", fontsize=8)
-        ax.set(xlabel=names[row["axis"]], ylabel=row["unit"])
-        ax.minorticks_off()
-        ax.set_xticks(row["values"], row["values"])
-        ax.margins(x=0.15)
-    axes[0, 0].legend(fontsize=8)
-    fig.suptitle("beside each line its last slope in log-log")
-    (ROOT / "notebooks/figures").mkdir(exist_ok=True)
-    path = ROOT / "notebooks/figures/scaling.png"
-    dlc.write(path, lambda new: fig.savefig(new, dpi=100, format="png"))
-
-
-BATCH = """
-import transformers
-from sampler import TorchSampler, token_logps
-
-transformers.utils.logging.set_verbosity_error()
-B, T, V, D = {B}, {T}, {V}, {D}
-torch.manual_seed(0)
-model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-    vocab_size=V, hidden_size=D, intermediate_size=3 * D, num_hidden_layers=4,
-    num_attention_heads=max(1, D // 64), num_key_value_heads=max(1, D // 64), head_dim=64,
-    tie_word_embeddings=True, eos_token_id=None)).eval()
-q = TorchSampler(model, "bf16", "bf16", stop_ids=[])
-drawn = q.sample([[1, 2, 3, 4]] * B, T, seed=0)
-
-def work():
-    if {sample}:
-        q.sample([[1, 2, 3, 4]] * B, T, seed=0)
-    else:
-        token_logps(model, drawn, head=True)[0].sum().backward()
-        model.zero_grad()
-"""
-BASE = dict(B=16, T=64, V=4096, D=128)
-GROW = dict(B=(4, 8, 16, 32, 64), T=(16, 32, 64, 128, 256), V=(1024, 4096, 16384, 65536),
-            D=(64, 128, 256, 512))
-# What each should do, in seconds and bytes: sampling and training read each token once a step, so
-# time is linear in batch and (while the attention's T^2 is small) in length; the head's 2 N V D is
-# linear in V but memory is held by the chunk; D enters squared.
-SHOULD = dict(B=(1, 1), T=(1, 1), V=(1, 1), D=(2, 1))
-
-
-def scaling(speed):
-    """Seconds and peak bytes of one scored and differentiated batch, and of one rollout, as one
-    size grows; slopes in log-log."""
-    out = []
-    for axis, values in GROW.items():
-        for sample, name in ((False, "score and differentiate"), (True, "rollout")):
-            codes = [BATCH.format(**BASE | {axis: v}, sample=sample) for v in values]
-            found = [peak(code, times=5) for code in codes]
-            x = [math.log(v) for v in values]
-            for i, unit in enumerate(("seconds", "peak MiB")):
-                y = [f[i] if i == 0 else f[i] / 2**20 for f in found]
-                z, most = [math.log(v) for v in y], SHOULD[axis][i]
-                slopes = [(z[j + 1] - z[j]) / (x[j + 1] - x[j]) for j in range(len(y) - 1)]
-                out.append(dict(axis=axis, values=list(values), what=name, unit=unit, y=y,
-                                slopes=slopes, should=most))
-                print(f"{axis} {values}: {name}, {unit} {[round(v, 4) for v in y]}; "
-                      f"slopes {[round(s, 2) for s in slopes]}; at most {most}")
-    path = ROOT / "notebooks/data/scaling.json"
-    dlc.write(path, lambda new: new.write_text(json.dumps(out)))
-    scaling_figure(out)
-    check_estimate()
-    import transformers
-
-    qwen = transformers.Qwen3Config(  # Qwen3-1.7B
-        vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
-    parts = estimate(qwen, 64, 1024)
-    print("Qwen3-1.7B, 64 responses of 1,024 tokens: "
-          + ", ".join(f"{k} {v / 2**30:.2f} GiB" for k, v in parts.items())
-          + f"; together {sum(parts.values()) / 2**30:.1f} GiB, "
-          "activations of the micro-batch apart")
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-def steps_over_reinforce(ours, how):
-    """What the corrections cost over the plainest one, as logged and without measuring gaps."""
-    limits = [r["limit"] for r in rows]
-    (plain, full, centred), what = ours, "step, tiny default, as logged: "
-    add(what + "dlc over reinforce", full, plain, "s", 1.35, limits[0], most=True)
-    add(what + "sc over reinforce", centred, plain, "s", 1.05, limits[0], most=True)
-    calls = [lambda c=c: our_step(c, logged=False, **how) for c in ("reinforce", "dlc", "sc")]
-    plain, full, centred = alternate(*calls)
-    what = "step, tiny default, gaps not logged: "
-    add(what + "dlc over reinforce", full, plain, "s", None, limits[0], most=True)
-    add(what + "sc over reinforce", centred, plain, "s", None, limits[2], most=True)
+def show(r):
+    text = lambda x: f"{x:.4g}" if isinstance(x, (int, float)) else "-"
+    word = {True: "met", False: "NOT MET", None: ""}[r["met"]]
+    target = "" if r["target"] is None else f"{'<=' if r['most'] else '>='} {text(r['target'])}"
+    span = " to ".join(map(text, r.get("range", [])))
+    print(f"{r['what']:76} {text(r['ours']):>9} {text(r['theirs']):>9} {r['unit']:9} "
+          f"ratio {text(r['ratio']):>6} ({span}) {target} {word}  limit {text(r['limit'])}",
+          flush=True)  # fmt: skip
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(TINY | REAL))
     parser.add_argument("--model", help="folder of a real causal LM")
     parser.add_argument("--vllm", help="a python that can import vllm")
-    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--starts", type=int, default=3, help="processes for each part")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.parts) - set(TINY | REAL):
+        parser.error(f"{unknown.pop()}: choose from {', '.join(TINY | REAL)}")
+    if needed := [p for p in args.parts if p in REAL and p != "kv" and not args.model]:
+        parser.error(f"{needed[0]}: needs --model DIR")
+    args.out = args.out.resolve()
+    args.model = args.model and str(Path(args.model).resolve())
     os.chdir(ROOT)
-    speed = rates()
-    giga = {k: v / 1e9 for k, v in speed.items()}
-    print(f"{torch.get_num_threads()} threads: float32 {giga['float32']:.0f} and "
-          f"bfloat16 {giga['bfloat16']:.0f} GFLOP/s, memory {giga['bytes']:.1f} GB/s; "
-          f"medians of {ROUNDS} alternating rounds")
-    if args.scaling:
-        return scaling(speed)
-    tiny, targets = str(dlc.tiny_base()), dict(reinforce=3, dlc=2.5)
-    ours, how = steps_against_trl("tiny default", tiny, speed, targets, 21, 32, 8, 4, 2e-4)
-    steps_over_reinforce(ours, how)
-    model, tokenizer = dlc.load_model(tiny, "float32", "cpu")
-    data, _ = dlc.load_data(dlc.check(dlc.Config(device="cpu")), tokenizer)
-    prompts = [r["ids"] for r in data[:32]]
-    rollouts("tiny default", model, [p for p in prompts for _ in range(8)], 4, 1.8, speed)
-    loss_memory(speed)
-    admission(speed)
-    if args.model:
-        name, targets = Path(args.model).name, dict(reinforce=1.3, dlc=1.3)
-        model, tokenizer = dlc.load_model(args.model, "float32", "cpu")
-        data, _ = dlc.load_data(dlc.check(dlc.Config(device="cpu", model=args.model)), tokenizer)
-        prompts = [r["ids"] for r in data[:32]]
-        kv(model, prompts, name, speed)
-        rollouts(name, model, prompts, 64, 1.5, speed, args.vllm, args.model)
-        steps_against_trl(name, args.model, speed, targets, 2, 8, 8, 12, 1e-5, model=args.model)
-    else:
-        kv(dlc.load_model(tiny, "float32", "cpu")[0], prompts, "tiny default", speed)
-        add("a real model (missing: give --model DIR)", None, None, "")
-    machine = dict(threads=torch.get_num_threads(), torch=torch.__version__,
-                   **{k: round(v, 1) for k, v in giga.items()})
-    text = json.dumps([r | dict(machine=machine) for r in rows], indent=1)
-    dlc.write(ROOT / "notebooks/data/bench.json", lambda new: new.write_text(text))
+    if args.one:
+        return one(args.one, args)
+    again = [sys.executable, __file__, *(["--model", args.model] if args.model else []),
+             *(["--vllm", args.vllm] if args.vllm else [])]  # fmt: skip
+    for part in args.parts or [*TINY, *(REAL if args.model else ["kv"])]:
+        found = []
+        for _ in range(args.starts):
+            done = subprocess.run([*again, "--one", part], stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                sys.exit(f"bench.py: {part} failed, see above")
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+        rows = [together(each) for each in zip(*found, strict=True)]
+        for r in rows:
+            show(r)
+        names = {r["what"] for r in rows}
+        kept = json.loads(args.out.read_text()) if args.out.exists() else []
+        kept = [r for r in kept if r.get("part") != part and r["what"] not in names]
+        order = [*(TINY | REAL)]
+        kept = sorted(kept + rows, key=lambda r: order.index(r["part"]) if "part" in r else -1)
+        dlc.write(args.out, lambda new, kept=kept: new.write_text(json.dumps(kept, indent=1)))
 
 
 if __name__ == "__main__":
