@@ -334,10 +334,6 @@ def train(cfg):
                 A = A / (torch.stack([a[~a.isnan()].std() for a in A])[:, None] + 1e-6)
             A = A.nan_to_num(0).flatten()
             alike = 0 if A.any() else alike + 1
-            if alike == 5:
-                tqdm.write(f"in 5 steps no group had two different rewards, so nothing is learned: "
-                           f"to {batch[0]['prompt']!r}, answer {batch[0]['answer']!r}, the model "
-                           f"said {graded[1][0]!r}")  # fmt: skip
 
             # 3. Update: one optimizer step a minibatch, its gradient summed over micro-batches.
             fresh = None  # π before the first update; with one minibatch, the update's own forward
@@ -372,6 +368,8 @@ def train(cfg):
 
             # 5. Sync the sampler, if a rule says so; log, save, show.
             run.end_step(row, rollout, batch, graded)
+            if alike == 5:
+                tqdm.write(f"5 steps: no group had two different rewards: {row['sample']}")
             if step % 10 == 0 or cfg.model:
                 tqdm.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} "
                            "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}"
@@ -502,8 +500,7 @@ class Run:
             then = json.loads((self.folder / "config.json").read_text())["versions"]
             if bad := [k for k in ("data", "weights") if then.get(k, now[k]) != now[k]]:
                 raise ValueError(f"--resume {self.folder}: the {bad[0]} are not those it began "
-                                 "with; to go on with these, take their checksum out of versions "
-                                 "in its config.json")  # fmt: skip
+                                 "with; to go on, delete them from versions in its config.json")
             if then | now != then:
                 print(f"{self.folder}: begun with {then}, resumed with {now}: numbers may differ")
             self.restore()
@@ -621,17 +618,21 @@ def figure(rows, path, title):
 NUMBER = r"(?:(?<![\w)])[-+])?(?:\d+/[1-9]\d*|\d*\.\d+|\d+)"
 
 
-def plain(text):
-    """Its numbers as Python writes them; a comma is dropped only before a group of three."""
-    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("−", "-"))
-    return re.sub(r"\\?[$€£]|(?<=\d),(?=\d{3}(?!\d))", "", text).strip()
-
-
-def number(text):
-    """What `text` answers with, or None: the number after the last #### or \\boxed{; else, of one
-    sentence or one that is a bare number with its unit, the first (after "answer is", if it says
-    so); else the last."""
-    text = plain(text)
+def reward(completion, answer, stopped, partial):
+    """In [0, 1]; a fork replaces this. 1 if the stripped text up to the stop is the answer. Where
+    that is a number, or a solution that ends in one after ####, 1 if the completion's equals it:
+    the number after the last #### or \\boxed{; else, of one sentence or one that is a bare number
+    with its unit, the first (after "answer is", if it says so); else the last. `partial`, the tiny
+    task: the share of leading characters that are right, with the stop as the last."""
+    if partial:
+        want, got = answer + "$", completion + "$" * stopped
+        return len(os.path.commonprefix([want, got])) / len(want)
+    answer = answer.rpartition("####")[2].strip()
+    noise = r"\\[dt]?frac\{|\\?[$€£]|(?<=\d),(?=\d{3}(?!\d))"  # a comma counts before three digits
+    plain = lambda text: re.sub(noise, "", text.replace("}{", "/").replace("−", "-")).strip()
+    if not re.fullmatch(NUMBER, plain(answer)):
+        return float(completion.strip() == answer)
+    text = plain(completion)
     marked, first = re.split(r"####|\\boxed\{", text), re.split(r"[.!?]\s|\n", text)[0]
     bare = re.fullmatch(rf"\W*?{NUMBER}\W*[^\W\d]*\W*", first)
     if len(marked) > 1:
@@ -640,21 +641,7 @@ def number(text):
         found = re.findall(NUMBER, first.split("answer is")[-1])[:1]
     else:
         found = re.findall(NUMBER, text)[-1:]
-    return Fraction(found[0]) if found else None
-
-
-def reward(completion, answer, stopped, partial):
-    """In [0, 1]; a fork replaces this. Where the answer is a number, or a solution that ends in one
-    after ####: 1 if it is the completion's; else 1 if the stripped text up to the stop is the
-    answer. `partial`, the tiny task: the share of leading characters that are right, with the stop
-    as the last."""
-    if partial:
-        want, got = answer + "$", completion + "$" * stopped
-        return len(os.path.commonprefix([want, got])) / len(want)
-    answer = answer.rpartition("####")[2].strip()
-    if re.fullmatch(NUMBER, plain(answer)):
-        return float(number(completion) == number(answer))
-    return float(completion.strip() == answer)
+    return float(found != [] and Fraction(found[0]) == Fraction(plain(answer)))
 
 
 def grade(rollout, rows, stop_ids, tokenizer, cfg):
@@ -711,18 +698,15 @@ def load_data(cfg, tokenizer, model=None):
         order = torch.randperm(limit**2, generator=torch.Generator().manual_seed(0)).tolist()
         pairs = [divmod(i, limit) for i in order]
         rows = [dict(prompt=text.format(a, b), answer=str(a + b)[::step]) for a, b in pairs]
-    vocab = room = float("inf")
-    stops = []
+    vocab, room, stops = float("inf"), float("inf"), []
     if model is not None:
-        stops, vocab = stop_tokens(model),  len(model.get_input_embeddings().weight)
-        room = context(model) - cfg.max_new_tokens
+        vocab, room = len(model.get_input_embeddings().weight), context(model) - cfg.max_new_tokens
+        stops = stop_tokens(model)
+    chat = dict(add_generation_prompt=True, return_dict=False)
     for row in rows:
         asked, what = row["prompt"], f"the prompt {str(row['prompt'])[:40]!r}"
-        if isinstance(asked, list):
-            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True,
-                                                return_dict=False)  # fmt: skip
-        else:
-            ids = tokenizer(asked)["input_ids"]
+        ids = (tokenizer.apply_chat_template(asked, **chat) if isinstance(asked, list) else
+               tokenizer(asked)["input_ids"])  # fmt: skip
         if not ids or max(ids) >= vocab or (not cfg.model and 12 in ids):  # 12: the tiny <pad>
             raise ValueError(f"{source}: {what} is empty, or holds what the model has no token for")
         if len(ids) > room:
@@ -808,7 +792,7 @@ def load_model(path, dtype, device, option="--model"):
     if bad:
         raise ValueError(f"{option} {path}: {bad[0]}; give a folder with a whole causal LM")
     real = max(tokenizer.get_vocab().values()) + 1
-    if len(model.get_output_embeddings().weight) > real:
+    if real < len(model.get_output_embeddings().weight):
         model.resize_token_embeddings(real)
     return model, tokenizer
 

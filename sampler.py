@@ -328,14 +328,13 @@ def stop_tokens(model):
 
 
 def context(model):
-    """Tokens that the model reads alike in every batch. Where longrope or dynamic NTK take their
-    frequencies from the batch's longest row, that is as many as do not switch them."""
+    """Tokens that are read alike in every batch: longrope and dynamic NTK take other frequencies
+    where the longest row is beyond their switch."""
     text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    limits = [getattr(text, "max_position_embeddings", None)]
-    for r in (rope, *(x for x in rope.values() if isinstance(x, dict))):  # or one a kind of layer
-        if r.get("rope_type") in ("longrope", "dynamic"):
-            limits.append(r.get("original_max_position_embeddings"))
+    rope, limit = getattr(text, "rope_parameters", None) or {}, "max_position_embeddings"
+    ropes = [x for x in (rope, *rope.values()) if isinstance(x, dict)]  # or one a kind of layer
+    kinds = [x for x in ropes if x.get("rope_type") in ("longrope", "dynamic")]
+    limits = [getattr(text, limit, None), *(x.get(f"original_{limit}") for x in kinds)]
     return min((x for x in limits if x), default=math.inf)
 
 
@@ -449,10 +448,9 @@ class TorchSampler:
             p.data = p.data.to(self.dtype)
         with torch.device("meta"):
             made = type(self.stale)._from_config(self.stale.config, dtype=self.dtype)
-        for name, table in made.named_buffers():  # what is no weight, in the library's own dtype:
+        for name, its in made.named_buffers():  # what is no weight, in the library's own dtype:
             if name not in self.stale.state_dict():  # rotary tables stay in float32
-                mine = self.engine.get_buffer(name)
-                mine.data = mine.to(table.dtype)
+                self.engine.get_buffer(name).data = self.engine.get_buffer(name).to(its.dtype)
         if self.engine.config.get_text_config()._attn_implementation == "sdpa":  # not its own
             self.engine.set_attn_implementation("grouped")
         for name in self.narrow:
