@@ -338,10 +338,6 @@ def train(cfg):
                 A = A / (torch.stack([a[~a.isnan()].std() for a in A])[:, None] + 1e-6)
             A = A.nan_to_num(0).flatten()
             alike = 0 if A.any() else alike + 1
-            if alike == 5:
-                tqdm.write(f"in 5 steps no group had two different rewards, so nothing is learned: "
-                           f"to {batch[0]['prompt']!r}, answer {batch[0]['answer']!r}, the model "
-                           f"said {graded[1][0]!r}")  # fmt: skip
 
             # 3. Update: one optimizer step a minibatch, its gradient summed over micro-batches.
             fresh = None  # π before the first update; with one minibatch, the update's own forward
@@ -376,6 +372,8 @@ def train(cfg):
 
             # 5. Sync the sampler, if a rule says so; log, save, show.
             run.end_step(row, rollout, batch, graded)
+            if alike == 5:
+                tqdm.write(f"5 steps: no group had two different rewards: {row['sample']}")
             if step % 10 == 0 or cfg.model:
                 tqdm.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} "
                            "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}"
@@ -510,8 +508,7 @@ class Run:
             then = json.loads((self.folder / "config.json").read_text())["versions"]
             if bad := [k for k in ("data", "weights") if then.get(k, now[k]) != now[k]]:
                 raise ValueError(f"--resume {self.folder}: the {bad[0]} are not those it began "
-                                 "with; to go on with these, take their checksum out of versions "
-                                 "in its config.json")  # fmt: skip
+                                 "with; to go on, delete them from versions in its config.json")
             if then | now != then:
                 print(f"{self.folder}: begun with {then}, resumed with {now}: numbers may differ")
             self.restore()
@@ -635,11 +632,17 @@ def plain(text):
     return re.sub(r"\\?[$€£]|(?<=\d),(?=\d{3}(?!\d))", "", text).strip()
 
 
-def number(text):
-    """What `text` answers with, or None: the number after the last #### or \\boxed{; else, of one
-    sentence or one that is a bare number with its unit, the first (after "answer is", if it says
-    so); else the last."""
-    text = plain(text)
+def reward(completion, row, stopped):
+    """In [0, 1]; --reward FILE.py replaces this. 1 if the stripped text up to the stop is the
+    answer. Where that is a number, or a solution that ends in one after ####, 1 if the completion's
+    equals it: the number after the last #### or \\boxed{; else, of one sentence or one that is a
+    bare number with its unit, the first (after "answer is", if it says so); else the last. A row
+    with "exact", as the default task's: 1 for the very answer and a stop."""
+    if row.get("exact"):
+        return float(stopped and completion == row["answer"])
+    answer, text = row["answer"].rpartition("####")[2].strip(), plain(completion)
+    if not re.fullmatch(NUMBER, plain(answer)):
+        return float(completion.strip() == answer)
     marked, first = re.split(r"####|\\boxed\{", text), re.split(r"[.!?]\s|\n", text)[0]
     bare = re.fullmatch(rf"\W*?{NUMBER}\W*[^\W\d]*\W*", first)
     if len(marked) > 1:
@@ -648,19 +651,7 @@ def number(text):
         found = re.findall(NUMBER, first.split("answer is")[-1])[:1]
     else:
         found = re.findall(NUMBER, text)[-1:]
-    return Fraction(found[0]) if found else None
-
-
-def reward(completion, row, stopped):
-    """In [0, 1]; --reward FILE.py replaces this. Where the answer is a number, or a solution that
-    ends in one after ####: 1 if it is the completion's; else 1 if the stripped text up to the stop
-    is the answer. A row with "exact", as of the default task: 1 for the very answer and a stop."""
-    if row.get("exact"):
-        return float(stopped and completion == row["answer"])
-    answer = row["answer"].rpartition("####")[2].strip()
-    if re.fullmatch(NUMBER, plain(answer)):
-        return float(number(completion) == number(answer))
-    return float(completion.strip() == answer)
+    return float(found != [] and Fraction(found[0]) == Fraction(plain(answer)))
 
 
 @functools.cache
@@ -821,7 +812,7 @@ def load_model(path, dtype, device, option="--model"):
     if bad:
         raise ValueError(f"{option} {path}: {bad[0]}; give a folder with a whole causal LM")
     real = max(tokenizer.get_vocab().values()) + 1
-    if len(model.get_output_embeddings().weight) > real:
+    if real < len(model.get_output_embeddings().weight):
         model.resize_token_embeddings(real)
     return model, tokenizer
 
