@@ -55,7 +55,7 @@ from tqdm import tqdm
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from sampler import (FORMATS, KV_FORMATS, DelayedSampler, TorchSampler, VLLMSampler, context,
-                     mismatch, stop_tokens, tail, token_logps)  # fmt: skip
+                     mismatch, stop_tokens, tail, token_logps)
 
 sys.set_int_max_str_digits(0)  # a response may be one long number
 transformers.utils.logging.disable_progress_bar()
@@ -65,7 +65,6 @@ transformers.utils.logging.set_verbosity_error()  # load_model says what is wron
 # --------------------------------------------------------------------------------------------------
 # The corrections. The arguments are the policies that a correction looks at; it returns w, m, α
 # and the ratio r that PPO clips (None: no gate). logp*, logq are (B, T), head_* (B, T, K).
-
 
 def ratio(log_p, log_q):
     return (log_p - log_q).clamp(-20, 20).exp()  # clamped before the exponential
@@ -113,12 +112,11 @@ def dlc_tis(logp, logq, logp_stale, head_logp, head_logq, head_logp_stale, cap, 
 
 CORRECTIONS = {"reinforce": reinforce, "is": importance, "tis": tis, "mis": mis, "sc": sc,
                "tis_sc": tis_sc, "ppo_anchor": ppo_anchor, "ppo_stale": ppo_stale,
-               "ppo_sampler": ppo_sampler, "dlc": dlc, "dlc_tis": dlc_tis}  # fmt: skip
-
+               "ppo_sampler": ppo_sampler, "dlc": dlc, "dlc_tis": dlc_tis}
 
 def policy_loss(correction, logp, logq, advantage, mask, *, logp_stale=None, logp_anchor=None,
                 head_logp=None, head_logq=None, head_logp_stale=None, num_tokens=None, cap=2.0,
-                clip=0.2, mis=(0.5, 5.0)):  # fmt: skip
+                clip=0.2, mis=(0.5, 5.0)):
     """(loss, stats): the loss at the top of this file. Its value means nothing; its gradient does.
 
     logp*, logq, mask (B, T); head_* (B, T, K); advantage (B,) or (B, T). w, m, α and the gate are
@@ -136,7 +134,7 @@ def policy_loss(correction, logp, logq, advantage, mask, *, logp_stale=None, log
     # Padding may hold anything: out before any arithmetic, so that 0 * inf cannot arise. A token
     # that a policy rules out (-inf) counts as one of exp(-100).
     given = {k: x.where(mask if x.dim() == 2 else mask[..., None], 0).clamp_min(-100)
-             for k, x in given.items() if x is not None}  # fmt: skip
+             for k, x in given.items() if x is not None}
     advantage = advantage[:, None] if advantage.dim() == 1 else advantage
     with torch.no_grad():
         w, centre, r = CORRECTIONS[correction](**given, cap=cap, mis=mis)
@@ -154,7 +152,6 @@ def policy_loss(correction, logp, logq, advantage, mask, *, logp_stale=None, log
     weight_max = float(w.where(mask, 0).max())
     return loss, dict(tokens=n, clipped=int((clipped & mask).sum()), weight_max=weight_max)
 
-
 def ess(log_ratio, mask, level="sequence"):
     """Effective sample size of the lag as a share of the batch: (Σw)² / (B Σw²), in (0, 1].
 
@@ -170,7 +167,6 @@ def ess(log_ratio, mask, level="sequence"):
     w = (log_w - log_w.max()).exp()
     return min(1.0, float(w.mean() ** 2 / (w**2).mean()))
 
-
 def measure(rollout, logp, head_logp, cap):
     """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
     mask, count, kept = rollout.mask, int(rollout.mask.sum()), int(rollout.mask.any(1).sum())
@@ -182,7 +178,7 @@ def measure(rollout, logp, head_logp, cap):
     row = dict(discrepancy=numerics["kl"], lag=lag["kl"], ess=ess(log_lag, mask),
                ess_token=ess(log_lag, mask, "token"), head_mass=numerics["head_mass"],
                entropy=float(entropy) / n, tokens=count, length=count / max(1, kept),
-               cap_share=float((ratio(logp, rollout.logq) > cap)[mask].sum()) / n)  # fmt: skip
+               cap_share=float((ratio(logp, rollout.logq) > cap)[mask].sum()) / n)
     column = torch.arange(mask.shape[1], device=mask.device)
     firsts = [2**i for i in range(mask.shape[1].bit_length())]  # the first 1, 2, 4, 8 ... tokens
     row["ess_at"] = {str(t): ess(log_lag, mask & (column < t)) for t in firsts}
@@ -194,9 +190,8 @@ def measure(rollout, logp, head_logp, cap):
 # --------------------------------------------------------------------------------------------------
 # The bias, exactly: for a policy that is a table, every expectation is a finite sum.
 
-
 def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, clip=0.2,
-               stale_logits=None, anchor_logits=None):  # fmt: skip
+               stale_logits=None, anchor_logits=None):
     """E_q[estimate] - ∇E_π[R], and the five terms that sum to it, over all V^T sequences y.
 
     With Q(h, a) the reward expected after prefix h and token a, V_q = Σ_a q Q_q, s = ∇logπ(.|h):
@@ -227,7 +222,7 @@ def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, cl
     live = spread([x.log_softmax(-1) for x in leaves])
     logp, logq, logp_stale, logp_anchor = (
         spread([x.detach().double().log_softmax(-1) for x in logits or p_logits])
-        for logits in (p_logits, q_logits, stale_logits, anchor_logits))  # fmt: skip
+        for logits in (p_logits, q_logits, stale_logits, anchor_logits))
     pick = lambda x: x.gather(-1, y[..., None])[..., 0]  # at the drawn token: (N, T)
     H = logq.topk(min(head_k or V, V)).indices  # (N, T, K)
     R, of_p, of_q = rewards.double().reshape(-1), pick(logp).sum(1).exp(), pick(logq).sum(1).exp()
@@ -236,7 +231,7 @@ def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, cl
         correction, pick(live), pick(logq), R * of_q, torch.ones_like(y, dtype=torch.bool),
         logp_stale=pick(logp_stale), logp_anchor=pick(logp_anchor), head_logp=live.gather(-1, H),
         head_logq=logq.gather(-1, H), head_logp_stale=logp_stale.gather(-1, H), num_tokens=1,
-        cap=cap, clip=clip)  # fmt: skip
+        cap=cap, clip=clip)
 
     def gradient(x):
         return torch.cat([g.flatten() for g in torch.autograd.grad(x, leaves, retain_graph=True)])
@@ -271,7 +266,6 @@ def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, cl
 
 # --------------------------------------------------------------------------------------------------
 # The options and the loop.
-
 
 @dataclass
 class Config:  # a field is an option, and the comment beside it is its help
@@ -313,7 +307,6 @@ class Config:  # a field is an option, and the comment beside it is its help
     eval_every: int = 0  # steps between held-out accuracies in the log (0: before and after)
     bias: bool = False  # print the exact bias of every correction and stop
 
-
 def train(cfg):
     """Run `cfg`; one dict a step. The last one also holds the accuracies, before and after."""
     cfg = check(cfg)
@@ -322,7 +315,7 @@ def train(cfg):
     with autocast(cfg), Run(cfg, model, tokenizer, f"dlc-{cfg.correction}") as run:
         print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights "
               f"{cfg.weights}, KV {cfg.kv}\n step version  reward  discrepancy      lag    ESS  "
-              "clipped  syncs  tokens/s")  # fmt: skip
+              "clipped  syncs  tokens/s")
         done, alike = len(run.rows), 0
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. Sample a group of responses to each prompt from q.
@@ -356,7 +349,7 @@ def train(cfg):
                         logp_anchor=seen[-1][0] if fresh is None else fresh[0][micro],
                         head_logp=head_logp, head_logq=part.head_logq,
                         head_logp_stale=part.head_logp_stale, cap=cfg.cap, clip=cfg.clip,
-                        num_tokens=int(rollout.mask[mini].sum()))  # fmt: skip
+                        num_tokens=int(rollout.mask[mini].sum()))
                     loss.backward()
                     stats.append(stat)
                 norms.append(update(model, run.optimizer))
@@ -368,7 +361,7 @@ def train(cfg):
             row |= measure(rollout, *fresh, cfg.cap)
             row |= dict(clip_share=sum(s["clipped"] for s in stats) / max(1, row["tokens"]),
                         weight_max=max(s["weight_max"] for s in stats), grad_norm=max(norms),
-                        skipped=sum(not x < float("inf") for x in norms))  # fmt: skip
+                        skipped=sum(not x < float("inf") for x in norms))
 
             # 5. Sync the sampler, if a rule says so; log, save, show.
             run.end_step(row, rollout, batch, graded)
@@ -377,9 +370,8 @@ def train(cfg):
             if step % 10 == 0 or cfg.model:
                 tqdm.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} "
                            "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}"
-                           .format(**row))  # fmt: skip
+                           .format(**row))
         return run.finish(f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
-
 
 def update(model, optimizer):
     """One optimizer step; the gradient's norm. A gradient that is not finite moves nothing."""
@@ -392,7 +384,6 @@ def update(model, optimizer):
     optimizer.zero_grad()
     return norm
 
-
 def due(cfg, row, latest):
     """Why the weights of after this step are to be published, or None; latest: those now due."""
     share = row["ess" if cfg.ess_level == "sequence" else "ess_token"]
@@ -400,7 +391,6 @@ def due(cfg, row, latest):
         return f"every {cfg.sync_every}"
     if share < (cfg.sync_ess or 0):
         return f"ess {share:.3f} < {cfg.sync_ess}"
-
 
 def check(cfg):
     """`cfg` with its defaults filled in. ValueError: what would go wrong late or in silence."""
@@ -427,12 +417,12 @@ def check(cfg):
         (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
         (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
-    ]  # fmt: skip
+    ]
     least = dict(steps=1, prompts=1, minibatches=1, micro_batch=1, max_new_tokens=1, head_k=1,
-                 save_every=1, digits=1, sync_every=0, noise=0, seed=0, clip=0, cap=0)  # fmt: skip
+                 save_every=1, digits=1, sync_every=0, noise=0, seed=0, clip=0, cap=0)
     rules += [(getattr(cfg, k) is None or v <= getattr(cfg, k) < 2**40,
                f"--{k.replace('_', '-')} {getattr(cfg, k)}: must be {v} or more")
-              for k, v in least.items()]  # fmt: skip
+              for k, v in least.items()]
     for good, told in rules:
         if not good:
             raise ValueError(told)
@@ -448,7 +438,6 @@ def check(cfg):
         cfg.micro_batch = batch // cfg.minibatches
     return cfg
 
-
 def autocast(cfg):
     """The context of a run's forwards. No cache: it would keep a weight's cast past its update."""
     device, on = torch.device(cfg.device).type, cfg.dtype == "bfloat16"
@@ -457,7 +446,6 @@ def autocast(cfg):
 
 # --------------------------------------------------------------------------------------------------
 # A run: what is trained, what samples, and the folder that both can be resumed from.
-
 
 def write(path, save):
     """`save(temporary path)`, then rename: nobody ever reads half of a file or folder."""
@@ -473,7 +461,6 @@ def write(path, save):
     else:
         os.replace(new, path)
 
-
 def versions(models, rows):
     """What the numbers of a run depend on beside its options; data and weights by checksums."""
     made = dict(torch=torch.__version__, transformers=transformers.__version__,
@@ -482,7 +469,6 @@ def versions(models, rows):
         bits = p.detach().flatten().cpu().view(torch.uint8).numpy()
         made["weights"] = zlib.crc32(bits, made["weights"])
     return made
-
 
 class Run:
     """Model, optimizer, sampler, data and folder of a run."""
@@ -494,7 +480,7 @@ class Run:
         self.optimizer = optimizer(model.parameters(), lr=cfg.lr, fused=True)
         options = dict(weights=cfg.weights, kv=cfg.kv, keep_bf16=keep_list(cfg.keep_bf16, model),
                        noise=cfg.noise, head_k=cfg.head_k, seed=cfg.seed, rows=cfg.micro_batch,
-                       probe=[(r["ids"] * 32)[:32] for r in self.data[:4]])  # fmt: skip
+                       probe=[(r["ids"] * 32)[:32] for r in self.data[:4]])
         make = functools.partial(TorchSampler, **options)
         if cfg.sampler == "vllm":
             make = functools.partial(VLLMSampler, memory=cfg.sampler_memory, **options)
@@ -532,7 +518,7 @@ class Run:
         exact = TorchSampler(self.model, "none", "none")
         both = dict(accuracy=exact, accuracy_sampler=self.sampler.sampler)
         return {name + suffix: accuracy(sampler, self.held_out, self.tokenizer, self.cfg)
-                for name, sampler in both.items()}  # fmt: skip
+                for name, sampler in both.items()}
 
     def batch(self, step):
         """The data rows of a step, each for a whole group: a function of (--seed, step)."""
@@ -559,7 +545,7 @@ class Run:
                     seconds_train=seconds - sampler.waited,
                     tokens_per_second=row["tokens"] / seconds,
                     sample=dict(prompt=batch[0]["prompt"], answer=batch[0]["answer"],
-                                completion=texts[0], reward=rewards[0]))  # fmt: skip
+                                completion=texts[0], reward=rewards[0]))
         row |= self.before if step == 0 else {}
         if step + 1 == self.cfg.steps:
             sampler.sampler.sync(self.model, self.cfg.steps)
@@ -572,7 +558,7 @@ class Run:
         print(json.dumps(row), file=self.log, flush=True)
         if (step + 1) % self.cfg.save_every == 0 or step + 1 == self.cfg.steps:
             state = dict(rows=self.rows, queue=[*sampler.queue], model=self.model.state_dict(),
-                         optimizer=self.optimizer.state_dict())  # fmt: skip
+                         optimizer=self.optimizer.state_dict())
             write(self.folder / "state.pt", lambda new: torch.save(state, new))
         self.ended = time.perf_counter()
 
@@ -588,7 +574,7 @@ class Run:
             self.optimizer.load_state_dict(state["optimizer"])
         except Exception as e:  # of many kinds; torch.load's own advice is to trust the file
             raise ValueError(f"--resume {self.folder}: its state.pt is broken, of another lag, or "
-                             f"beyond --steps ({type(e).__name__})") from None  # fmt: skip
+                             f"beyond --steps ({type(e).__name__})") from None
         for left in self.folder.glob("*.tmp"):  # half a file of a run that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         log = "".join(json.dumps(row) + "\n" for row in self.rows)
@@ -601,13 +587,12 @@ class Run:
         write(self.folder / "curves.png", lambda new: figure(self.rows, new, title))
         return self.rows
 
-
 def figure(rows, path, title):
     """Reward, the two gaps and the ESS against the step; at a sync the lag's curve is broken."""
     fig = Figure(figsize=(7, 7), layout="constrained")
     axes = fig.subplots(3, sharex=True)
     panels = {"reward": ["reward"], "KL, nats a token": ["discrepancy", "lag"],
-              "share of the batch": ["ess", "ess_token"]}  # fmt: skip
+              "share of the batch": ["ess", "ess_token"]}
     for ax, (unit, keys) in zip(axes, panels.items()):
         for key in keys:
             ax.plot([r[key] or float("nan") for r in rows], label=key)
@@ -622,15 +607,12 @@ def figure(rows, path, title):
 # --------------------------------------------------------------------------------------------------
 # Data, reward and models.
 
-
 NUMBER = r"(?:(?<![\w)])[-+])?(?:\d+/[1-9]\d*|\d*\.\d+|\d+)"
-
 
 def plain(text):
     """Its numbers as Python writes them; a comma is dropped only before a group of three."""
     text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("−", "-"))
     return re.sub(r"\\?[$€£]|(?<=\d),(?=\d{3}(?!\d))", "", text).strip()
-
 
 def reward(completion, row, stopped):
     """In [0, 1]; --reward FILE.py replaces this. 1 if the stripped text up to the stop is the
@@ -653,7 +635,6 @@ def reward(completion, row, stopped):
         found = re.findall(NUMBER, text)[-1:]
     return float(found != [] and Fraction(found[0]) == Fraction(plain(answer)))
 
-
 @functools.cache
 def reward_of(path):
     """The function that --reward names; ValueError: the file cannot be run or has none."""
@@ -664,17 +645,15 @@ def reward_of(path):
     except Exception as e:  # of any kind: it is the user's own code
         raise ValueError(f"--reward {path}: no reward(completion, row, stopped): {e!r}") from None
 
-
 def grade(rollout, rows, stop_ids, tokenizer, cfg):
     """(reward, completion, whether it reached a stop) of each response, as three lists."""
     y = rollout.tokens[:, -rollout.mask.shape[1] :]
     stopped = (torch.isin(y, stop_ids) & rollout.mask).any(1).tolist()
     drawn = zip(y.tolist(), rollout.mask.sum(1).tolist(), stopped, rows)
     texts = [tokenizer.decode(ids[: max(0, n - s)], skip_special_tokens=not row.get("exact"))
-             for ids, n, s, row in drawn]  # fmt: skip
+             for ids, n, s, row in drawn]
     rewards = [float(reward_of(cfg.reward)(*x)) for x in zip(texts, rows, stopped)]
     return rewards, texts, stopped
-
 
 def accuracy(sampler, rows, tokenizer, cfg):
     """Share of `rows` whose greedy completion earns the full reward."""
@@ -684,7 +663,6 @@ def accuracy(sampler, rows, tokenizer, cfg):
         drawn = sampler.sample([r["ids"] for r in some], cfg.max_new_tokens, greedy=True)
         scores += grade(drawn, some, sampler.stop_ids, tokenizer, cfg)[0]
     return sum(s >= 1 for s in scores) / max(1, len(scores))
-
 
 def read_data(path):
     """Rows of a JSONL file: "prompt", a text or a chat's messages, or "question", as in GSM8K;
@@ -704,7 +682,6 @@ def read_data(path):
             raise ValueError(f'--data {path} line {n}: {line[:40]!r} must be {{"prompt": text or '
                              'messages, "answer": text or number}, none of them empty') from None
     return rows
-
 
 def load_data(cfg, tokenizer, model):
     """(training rows, held-out rows); a row holds prompt, answer and the prompt's token ids.
@@ -729,25 +706,24 @@ def load_data(cfg, tokenizer, model):
         asked, what = row["prompt"], f"the prompt {str(row['prompt'])[:40]!r}"
         if isinstance(asked, list):
             ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True,
-                                                return_dict=False)  # fmt: skip
+                                                return_dict=False)
         else:
             ids = tokenizer(asked)["input_ids"]
         if not ids or max(ids) >= vocab or (not cfg.model and tokenizer.pad_token_id in ids):
             raise ValueError(f"{source}: {what} is empty, or holds what the model has no token for")
         if len(ids) > room:
             raise ValueError(f"{source}: {what} has {len(ids)} tokens; {room} and --max-new-tokens "
-                             f"{cfg.max_new_tokens} fill the model's context")  # fmt: skip
+                             f"{cfg.max_new_tokens} fill the model's context")
         if ids[-1] in stops:
             stop = tokenizer.decode(ids[-1])
             raise ValueError(f"{source}: {what} ends in stop token {stop!r}; have its tokenizer "
-                             "add none (add_eos_token: false)")  # fmt: skip
+                             "add none (add_eos_token: false)")
         row["ids"] = ids
     if any(row["ids"][:2] == [tokenizer.bos_token_id] * 2 for row in rows):
         print(f"{source}: prompts begin with {tokenizer.bos_token!r} twice, as text and as added")
     if len(rows) - held < cfg.prompts:
         raise ValueError(f"--prompts {cfg.prompts}: {source} has {len(rows) - held} to train on")
     return rows[held:], rows[:held]
-
 
 def tiny_base(steps=90, width=64, layers=3, digits=16, seed=0):
     """Folder of a tiny Qwen3 that sorts some `digits`, made once: `steps` supervised batches."""
@@ -759,14 +735,14 @@ def tiny_base(steps=90, width=64, layers=3, digits=16, seed=0):
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")  # fmt: skip
+        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(seed)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=len(ids), hidden_size=width, intermediate_size=5 * width // 2,
         num_hidden_layers=layers, num_attention_heads=width // 32, head_dim=32,
         num_key_value_heads=width // 32, bos_token_id=None, eos_token_id=ids["<eos>"],
         pad_token_id=ids["<pad>"], max_position_embeddings=128,
-        tie_word_embeddings=True))  # fmt: skip
+        tie_word_embeddings=True))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, fused=True)
     g = torch.Generator().manual_seed(1 + seed)  # other digits than those of load_data
     equals, stop = torch.full((128, 1), ids["="]), torch.full((128, 1), ids["<eos>"])
@@ -783,11 +759,9 @@ def tiny_base(steps=90, width=64, layers=3, digits=16, seed=0):
         write(folder, lambda new: save_model(model, tokenizer, new))
     return folder
 
-
 def save_model(model, tokenizer, folder):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
 
 def load_model(path, dtype, device, option="--model"):
     """(model, tokenizer) of a Hugging Face causal LM, dropout off. ValueError, naming `option`, if
@@ -799,7 +773,7 @@ def load_model(path, dtype, device, option="--model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
-            output_loading_info=True)  # fmt: skip
+            output_loading_info=True)
         model = model.to(device).eval()
     except Exception as e:  # many kinds, from as many libraries
         raise ValueError(f"{option} {path}: no causal LM can be loaded: {str(e)[:300]}") from None
@@ -816,14 +790,12 @@ def load_model(path, dtype, device, option="--model"):
         model.resize_token_embeddings(real)
     return model, tokenizer
 
-
 def model_fingerprint(model):
     """What a recipe holds for: architecture, sizes, and a checksum of the norms' weights."""
     text = model.config.get_text_config()
     norms = sum(float(p.detach().double().sum()) for p in model.parameters() if p.dim() == 1)
     sizes = [text.num_hidden_layers, text.hidden_size, text.vocab_size]
     return [text.model_type, *sizes, round(norms, 3)]
-
 
 def keep_list(keep, model):
     """The modules of --keep-bf16: names after commas, or @FILE, of opd.py --sensitivity."""
@@ -842,7 +814,6 @@ def keep_list(keep, model):
 # --------------------------------------------------------------------------------------------------
 # The command line.
 
-
 def bias_tables():
     """The terms on one random table, as signed projections on the bias: a row sums to 100 %."""
     g, V, T = torch.Generator().manual_seed(0), 4, 3
@@ -851,7 +822,7 @@ def bias_tables():
     p, numerics, lag = random(1.0), random(0.3), random(0.3)
     rewards = (torch.rand((V,) * T, generator=g) < 0.3).double()
     gaps = {"discrepancy only": (add(p, numerics), p), "lag only": (add(p, lag), add(p, lag)),
-            "discrepancy and lag": (add(add(p, lag), numerics), add(p, lag))}  # fmt: skip
+            "discrepancy and lag": (add(add(p, lag), numerics), add(p, lag))}
     terms = ("prefix", "continuation", "token", "drift", "clip")
     for (gap, (q, stale)), baseline in itertools.product(gaps.items(), (False, True)):
         prob = sum(x.log_softmax(-1).view(x.shape + (1,) * (T - x.dim())) for x in q).exp()
@@ -864,8 +835,7 @@ def bias_tables():
             bias = out["estimate"] - out["true"]
             shares = [100 * float(out[k] @ bias / bias.square().sum()) for k in terms]
             print(f"{name:13}{float(bias.norm() / out['true'].norm()):10.3f}"
-                  + "".join(f"{share:14.1f}" for share in shares))  # fmt: skip
-
+                  + "".join(f"{share:14.1f}" for share in shares))
 
 def parse(config, argv, description):
     """The command line of a dataclass. --resume starts from that run's options; those that are
@@ -883,7 +853,6 @@ def parse(config, argv, description):
         torch.set_num_threads(1)  # two are little faster on the tiny model, and wait when busy
     return cfg
 
-
 def command(main):
     """`main(argv)` ends in an exit status; what ends it early is one line on standard error: 2 for
     bad input, a full disk or too little memory, 130 for Ctrl-C."""
@@ -900,7 +869,6 @@ def command(main):
 
     return run
 
-
 @command
 def main(argv=None):
     cfg = parse(Config, argv, __doc__.splitlines()[0])
@@ -914,7 +882,6 @@ def main(argv=None):
     shown = {k: v for k, v in last.items() if k.startswith("accuracy")}
     shown = dict(correction=cfg.correction, steps=last["step"] + 1) | shown
     print("RESULT " + json.dumps(shown))
-
 
 if __name__ == "__main__":
     sys.exit(main())

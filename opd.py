@@ -46,7 +46,6 @@ STANDARD = [dict(weights=weights, kv=kv) for weights, kv in (  # what --admit tr
     ("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("int8", "fp8"),
     ("nvfp4", "fp8"), ("int4", "fp8"), ("int3", "fp8"), ("int2", "fp8"))]
 
-
 def one_stop(logits, stop_ids):
     """To stop is one action, whatever the id: all stop ids get an even share of its mass, (..., V).
     No KL between two such policies can tell the ids apart."""
@@ -55,7 +54,6 @@ def one_stop(logits, stop_ids):
     stops = torch.as_tensor(stop_ids, device=logits.device)
     share = logits[..., stops].logsumexp(-1, keepdim=True) - math.log(len(stops))
     return logits.index_copy(-1, stops, share.expand(*share.shape[:-1], len(stops)))
-
 
 def divergence(loss, student_logits, teacher_logits, k=8):
     """The loss of the table at the top, a position: (..., V), (..., V) -> (...), nats, at least 0.
@@ -78,7 +76,6 @@ def divergence(loss, student_logits, teacher_logits, k=8):
         return (s.exp() * (s - t).detach()).sum(-1) + rest
     raise ValueError(f"loss {loss!r}: choose one of {', '.join(LOSSES)}")
 
-
 def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8,
                  correction="reinforce", logq=None, stop_ids=(), **policies):
     """Mean over the tokens of `mask` of one of the losses; logits (B, T, V), tokens, logq (B, T).
@@ -98,7 +95,6 @@ def distill_loss(loss, student_logits, teacher_logits, mask, tokens=None, *, k=8
     logp, A = at(logits[0]), (at(actions[1]) - at(actions[0])).detach()
     logq = logp.detach() if logq is None else logq
     return policy_loss(correction, logp, logq, A, mask, **policies)[0]
-
 
 class ChunkedDivergence(torch.autograd.Function):
     """Σ of `divergence` over positions, output heads inside, a chunk at a time, so that no (N, V)
@@ -129,7 +125,6 @@ class ChunkedDivergence(torch.autograd.Function):
         d_hidden, d_weight = ctx.saved_tensors
         return d_hidden * grad, d_weight * grad, *[None] * 5
 
-
 @torch.no_grad()
 def action_logps(model, rollout, stop_ids, hidden):
     """(log π of the drawn token, of the drawn action), (B, T): all stop ids are one action."""
@@ -137,7 +132,6 @@ def action_logps(model, rollout, stop_ids, hidden):
     logp, of_stops = token_logps(model, rollout, head=True, hidden=hidden)
     drawn = torch.isin(rollout.tokens[:, -rollout.mask.shape[1] :], stop_ids)
     return logp, of_stops.logsumexp(-1).where(drawn, logp)
-
 
 @dataclass
 class Config(dlc.Config):  # the rest of the options is that of dlc.py
@@ -164,7 +158,6 @@ class Config(dlc.Config):  # the rest of the options is that of dlc.py
     scale_advantage: tyro.conf.Suppress[bool] = False
     bias: tyro.conf.Suppress[bool] = False
 
-
 def check(cfg):
     """`cfg` with its defaults filled in; ValueError, in one line, for a value that is not right."""
     if cfg.student and not cfg.teacher:
@@ -176,7 +169,6 @@ def check(cfg):
     tiny = {} if cfg.student else dict(steps=100, lr=1e-3)
     unset = {k: v for k, v in tiny.items() if getattr(cfg, k) is None}
     return dlc.check(replace(cfg, model=cfg.student, **unset))
-
 
 def load_teacher(cfg, student, tokenizer):
     """The teacher, frozen. ValueError: it does not read and write the student's ids."""
@@ -193,7 +185,6 @@ def load_teacher(cfg, student, tokenizer):
     if vocab < len(mine):
         raise ValueError(f"{name}: {vocab} logits are too few for {len(mine)} tokens")
     return teacher.requires_grad_(False)
-
 
 def train(cfg):
     """Run `cfg`; one dict a step. The last one also holds the accuracies, before and after."""
@@ -254,13 +245,11 @@ def train(cfg):
 # --------------------------------------------------------------------------------------------------
 # One scale for every source, a budget on it, and what can be decided before training.
 
-
 def untrained(cfg):
     """(student before training, training prompts): what every probe is made with."""
     path = cfg.student or cfg.base or tiny_base(digits=cfg.digits)
     model, tokenizer = load_model(path, "float32", cfg.device, "--student")
     return model, dlc.load_data(cfg, tokenizer, model)[0]
-
 
 def probe(cfg, model, data, **how):
     """KL(q || π_stale), nats a token, on fixed prompts; the sampler is that of `cfg`, but `how`."""
@@ -275,13 +264,11 @@ def probe(cfg, model, data, **how):
     heads = drawn.head_logp_stale, drawn.head_logq
     return mismatch(drawn.logp_stale, drawn.logq, drawn.mask, *heads)["kl"]
 
-
 def fingerprint(cfg):
     """What a budget holds for: the pair, the loss, and the run that gave it."""
     keys = "student teacher base digits data reward loss loss_k steps lr prompts group_size "
     keys += "optimizer max_new_tokens dtype" + " correction clip cap" * (cfg.loss == "sampled")
     return {k: getattr(cfg, k) for k in keys.split()}
-
 
 def falling_fit(quality):
     """Least-squares non-increasing fit (pool adjacent violators) of values at rising mismatch."""
@@ -292,7 +279,6 @@ def falling_fit(quality):
             (a, n), (b, m) = blocks[-2:]
             blocks[-2:] = [[(a * n + b * m) / (n + m), n + m]]
     return [mean for mean, n in blocks for _ in range(n)]
-
 
 def within(curve, tolerance):
     """(budget, censored): the largest mismatch whose fitted quality is at most `tolerance` below
@@ -305,7 +291,6 @@ def within(curve, tolerance):
     good = [r["mismatch"] for r in curve if r["fitted"] >= clean - tolerance]
     return max(good, default=curve[0]["mismatch"]), len(good) == len(curve)
 
-
 def trained(cfg, folder, **how):
     """Rows of a training run by `cfg`, changed as `how` says: of one in `folder`, or made now."""
     wanted = fingerprint(cfg) | dict(weights="bf16", kv="bf16", sync_every=1) | how
@@ -316,7 +301,6 @@ def trained(cfg, folder, **how):
             return [*map(json.loads, lines)]
     out = str(folder / str(time.time_ns()))
     return train(replace(cfg, out=out, save_every=cfg.steps, **how))
-
 
 def calibrate(cfg):
     """Train at every noise level and seed, and find the largest mismatch that still costs at most
@@ -343,7 +327,6 @@ def calibrate(cfg):
     write(Path(cfg.budget), lambda new: new.write_text(json.dumps(result, indent=1)))
     return result
 
-
 def admit(cfg, budget):
     """Is the rollout configuration of `cfg` within `budget` (of `calibrate`)? Nothing is trained.
     Returns `mismatch` (all sources), `by_source` (each alone: weights, kv, noise, lag), `budget`,
@@ -364,7 +347,6 @@ def admit(cfg, budget):
     return dict(mismatch=total, by_source=by_source, budget=budget["budget"],
                 admitted=total <= budget["budget"], seconds=time.perf_counter() - start)
 
-
 def sensitivity(cfg):
     """[(module, KL when it alone is quantised)], most sensitive first: layers in --weights, then
     their KV in --kv."""
@@ -378,7 +360,6 @@ def sensitivity(cfg):
             found.append((name, probe(cfg, model, data, keep_bf16=others, **exact)))
     return sorted(found, key=lambda row: -row[1])
 
-
 def recipe(cfg, order):
     """Keep the most sensitive modules in BF16, one by one, until the mismatch is under `target`."""
     model, data = untrained(cfg)
@@ -388,7 +369,6 @@ def recipe(cfg, order):
             break
     return dict(model=dlc.model_fingerprint(model), keep_bf16=keep, mismatch=kl,
                 weights=cfg.weights, kv=cfg.kv)
-
 
 def capacity(cfg):
     """[(what, bytes a token, tokens that fit, ratio to BF16)] of the KV cache in `capacity` GiB, by
@@ -414,7 +394,6 @@ def capacity(cfg):
             raise ValueError(f"--capacity {cfg.capacity}: has no room for one token; give more")
         rows.append((name, each, int(room // each), rows[0][1] / each if rows else 1.0))
     return rows
-
 
 @dlc.command
 def main(argv=None):
@@ -464,7 +443,6 @@ def main(argv=None):
         result = {k: v for k, v in last.items() if k.startswith("accuracy")}
         result["steps"] = last["step"] + 1
     print("RESULT " + json.dumps(result))
-
 
 if __name__ == "__main__":
     sys.exit(main())

