@@ -2,12 +2,14 @@
 does not stop them."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it would be ignored
 
 import pytest  # noqa: E402
 
