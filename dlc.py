@@ -61,10 +61,9 @@ sys.set_int_max_str_digits(0)  # a response may be one long number
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # load_model says what is wrong, in one line
 
-
-# --------------------------------------------------------------------------------------------------
-# The corrections. The arguments are the policies that a correction looks at; it returns w, m, α
-# and the ratio r that PPO clips (None: no gate). logp*, logq are (B, T), head_* (B, T, K).
+# ---- The corrections. ----------------------------------------------------------------------------
+# The arguments are the policies that a correction looks at; it returns w, m, α and the ratio r that
+# PPO clips (None: no gate). logp*, logq are (B, T), head_* (B, T, K).
 
 def ratio(log_p, log_q):
     return (log_p - log_q).clamp(-20, 20).exp()  # clamped before the exponential
@@ -186,9 +185,7 @@ def measure(rollout, logp, head_logp, cap):
         row |= {f"discrepancy_{key}": numerics[key], f"lag_{key}": lag[key]}
     return row
 
-
-# --------------------------------------------------------------------------------------------------
-# The bias, exactly: for a policy that is a table, every expectation is a finite sum.
+# ---- The bias, exactly: for a policy that is a table, every expectation is a finite sum. ---------
 
 def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, clip=0.2,
                stale_logits=None, anchor_logits=None):
@@ -263,9 +260,7 @@ def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, cl
         out[name] = gradient((x * live).sum())
     return out
 
-
-# --------------------------------------------------------------------------------------------------
-# The options and the loop.
+# ---- The options and the loop. -------------------------------------------------------------------
 
 @dataclass
 class Config:  # a field is an option, and the comment beside it is its help
@@ -304,6 +299,7 @@ class Config:  # a field is an option, and the comment beside it is its help
     out: str | None = None  # the run's folder (default: runs/dlc-CORRECTION-1, -2, ...)
     resume: str | None = None  # a run's folder: go on from its last saved step, with its options
     save_every: int | None = None  # steps between saved states (default: 50; 5 with --model)
+    eval_rows: int | None = None  # held-out rows, at most a fifth (default: 500; 100 with --model)
     eval_every: int = 0  # steps between held-out accuracies in the log (0: before and after)
     bias: bool = False  # print the exact bias of every correction and stop
 
@@ -394,21 +390,20 @@ def due(cfg, row, latest):
 
 def check(cfg):
     """`cfg` with its defaults filled in. ValueError: what would go wrong late or in silence."""
-    tiny = dict(steps=100, prompts=16, lr=1e-4, max_new_tokens=cfg.digits + 1, save_every=50)
-    real = dict(steps=20, prompts=8, lr=1e-5, max_new_tokens=12, save_every=5)
+    tiny = dict(steps=100, prompts=16, lr=1e-4, max_new_tokens=cfg.digits + 1, save_every=50,
+                eval_rows=500)
+    real = dict(steps=20, prompts=8, lr=1e-5, max_new_tokens=12, save_every=5, eval_rows=100)
     fill = (real if cfg.model else tiny) | dict(lag=int(cfg.async_))
     fill["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     if cfg.sync_every is cfg.sync_ess is None:
         delayed = cfg.async_ or cfg.lag is not None
         fill |= dict(sync_every=1) if delayed else dict(sync_ess=0.5)
-    fill = {k: v for k, v in fill.items() if getattr(cfg, k) is None}
-    cfg = replace(cfg, **fill)
+    cfg = replace(cfg, **{k: v for k, v in fill.items() if getattr(cfg, k) is None})
     batch, out, state = cfg.prompts * cfg.group_size, cfg.out, Path(cfg.resume or "", "state.pt")
     rules = [
         (cfg.group_size > 1, f"--group-size {cfg.group_size}: one response has no advantage"),
         (batch % max(1, cfg.minibatches) == 0,
          f"--minibatches {cfg.minibatches}: must divide the batch, {batch} responses"),
-        (0 < cfg.lr < float("inf"), f"--lr {cfg.lr}: must be above 0, and finite"),
         (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
         (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
         (cfg.lag <= cfg.async_ or cfg.sync_every or cfg.sync_ess,
@@ -418,8 +413,9 @@ def check(cfg):
          f"--out {out}: must be a new or an empty folder"),
         (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
     ]
-    least = dict(steps=1, prompts=1, minibatches=1, micro_batch=1, max_new_tokens=1, head_k=1,
-                 save_every=1, digits=1, sync_every=0, noise=0, seed=0, clip=0, cap=0)
+    counts = "steps prompts minibatches micro_batch max_new_tokens head_k save_every eval_rows"
+    least = dict.fromkeys([*counts.split(), "digits"], 1)
+    least |= dict(sync_every=0, noise=0, seed=0, clip=0, cap=0)
     rules += [(getattr(cfg, k) is None or v <= getattr(cfg, k) < 2**40,
                f"--{k.replace('_', '-')} {getattr(cfg, k)}: must be {v} or more")
               for k, v in least.items()]
@@ -434,18 +430,14 @@ def check(cfg):
     reward_of(cfg.reward)
     if cfg.data and not read_data(cfg.data):
         raise ValueError(f"--data {cfg.data}: holds no rows")
-    if cfg.micro_batch is None:
-        cfg.micro_batch = batch // cfg.minibatches
-    return cfg
+    return replace(cfg, micro_batch=cfg.micro_batch or batch // cfg.minibatches)
 
 def autocast(cfg):
     """The context of a run's forwards. No cache: it would keep a weight's cast past its update."""
     device, on = torch.device(cfg.device).type, cfg.dtype == "bfloat16"
     return torch.autocast(device, torch.bfloat16, enabled=on, cache_enabled=False)
 
-
-# --------------------------------------------------------------------------------------------------
-# A run: what is trained, what samples, and the folder that both can be resumed from.
+# ---- A run: what is trained, what samples, and the folder that both can be resumed from. ---------
 
 def write(path, save):
     """`save(temporary path)`, then rename: nobody ever reads half of a file or folder."""
@@ -454,21 +446,15 @@ def write(path, save):
         save(new)
     except Exception as e:  # of torch, safetensors or matplotlib
         raise OSError(f"{path} cannot be written: {e}") from e
-    if new.is_dir() and path.is_dir():  # moved aside, for a kill in between
-        gone = path.rename(f"{new}.gone.tmp")
-        os.replace(new, path)
-        shutil.rmtree(gone)
-    else:
-        os.replace(new, path)
+    if path.is_dir():  # no folder can be replaced; state.pt holds what a kill here would lose
+        shutil.rmtree(path)
+    os.replace(new, path)
 
-def versions(models, rows):
-    """What the numbers of a run depend on beside its options; data and weights by checksums."""
-    made = dict(torch=torch.__version__, transformers=transformers.__version__,
-                threads=torch.get_num_threads(), data=zlib.crc32(repr(rows).encode()), weights=0)
-    for p in (p for model in models if model for p in model.parameters()):
-        bits = p.detach().flatten().cpu().view(torch.uint8).numpy()
-        made["weights"] = zlib.crc32(bits, made["weights"])
-    return made
+def checksum(*models):
+    """Of all weights: whether a run or a recipe goes on with the model that it began with."""
+    weights = (p for model in models if model for p in model.parameters())
+    bits = (p.detach().flatten().cpu().view(torch.uint8).numpy() for p in weights)
+    return functools.reduce(lambda crc, x: zlib.crc32(x, crc), bits, 0)
 
 class Run:
     """Model, optimizer, sampler, data and folder of a run."""
@@ -489,7 +475,9 @@ class Run:
         names = (Path(f"runs/{name}-{i}") for i in itertools.count(1))
         self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
         self.folder.mkdir(parents=True, exist_ok=True)
-        now = versions([model, teacher], [self.data, self.held_out])
+        now = dict(torch=torch.__version__, transformers=transformers.__version__,
+                   threads=torch.get_num_threads(), weights=checksum(model, teacher),
+                   data=zlib.crc32(repr([self.data, self.held_out]).encode()))
         if cfg.resume:
             then = json.loads((self.folder / "config.json").read_text())["versions"]
             if bad := [k for k in ("data", "weights") if then.get(k, now[k]) != now[k]]:
@@ -514,11 +502,13 @@ class Run:
             raise KeyboardInterrupt(f"; go on with --resume {self.folder}") from None
 
     def accuracies(self, suffix=""):
-        """Greedy accuracy on held-out prompts, of the trainer's model and of the sampler as is."""
-        exact = TorchSampler(self.model, "none", "none")
-        both = dict(accuracy=exact, accuracy_sampler=self.sampler.sampler)
-        return {name + suffix: accuracy(sampler, self.held_out, self.tokenizer, self.cfg)
-                for name, sampler in both.items()}
+        """Greedy accuracy on held-out prompts, of the trainer's model and of the sampler as is, and
+        three completions of the first."""
+        exact, how = TorchSampler(self.model, "none", "none"), (self.tokenizer, self.cfg)
+        share, shown = accuracy(exact, self.held_out, *how)
+        narrow, _ = accuracy(self.sampler.sampler, self.held_out, *how)
+        return {f"accuracy{suffix}": share, f"accuracy_sampler{suffix}": narrow,
+                f"held_out{suffix}": shown}
 
     def batch(self, step):
         """The data rows of a step, each for a whole group: a function of (--seed, step)."""
@@ -534,7 +524,7 @@ class Run:
     def end_step(self, row, rollout, batch, graded):
         """The end of a step, which dlc.py and opd.py share: sync by the rules, log the step and one
         of its samples at once, save every --save-every steps."""
-        step, (rewards, texts, stopped), sampler = row["step"], graded, self.sampler
+        step, sampler, (_, _, stopped) = row["step"], self.sampler, graded
         reason = due(self.cfg, row, latest=sampler.queue[-1][0])
         synced = sampler.advance(step, self.model, publish=reason is not None)
         seconds, kept = time.perf_counter() - self.ended, int(rollout.mask.any(1).sum())
@@ -544,8 +534,7 @@ class Run:
                     dropped=len(batch) - kept, seconds_wait=sampler.waited,
                     seconds_train=seconds - sampler.waited,
                     tokens_per_second=row["tokens"] / seconds,
-                    sample=dict(prompt=batch[0]["prompt"], answer=batch[0]["answer"],
-                                completion=texts[0], reward=rewards[0]))
+                    sample=sample(batch[0], *(x[0] for x in graded)))
         row |= self.before if step == 0 else {}
         if step + 1 == self.cfg.steps:
             sampler.sampler.sync(self.model, self.cfg.steps)
@@ -579,7 +568,7 @@ class Run:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         log = "".join(json.dumps(row) + "\n" for row in self.rows)
         write(self.folder / "metrics.jsonl", lambda new: new.write_text(log))
-        self.before = {k: v for k, v in self.rows[0].items() if "accuracy" in k}
+        self.before = {k: v for k, v in self.rows[0].items() if k.endswith("_base")}
 
     def finish(self, title):
         """Write the model in Hugging Face form and the figure; all rows."""
@@ -603,9 +592,7 @@ def figure(rows, path, title):
     axes[0].set_title(title, fontsize=10)
     fig.savefig(path, dpi=130, format="png")
 
-
-# --------------------------------------------------------------------------------------------------
-# Data, reward and models.
+# ---- Data, reward and models. --------------------------------------------------------------------
 
 NUMBER = r"(?:(?<![\w)])[-+])?(?:\d+/[1-9]\d*|\d*\.\d+|\d+)"
 
@@ -637,13 +624,11 @@ def reward(completion, row, stopped):
 
 @functools.cache
 def reward_of(path):
-    """The function that --reward names; ValueError: the file cannot be run or has none."""
-    if path is None:
-        return reward
-    try:
-        return runpy.run_path(path)["reward"]
-    except Exception as e:  # of any kind: it is the user's own code
-        raise ValueError(f"--reward {path}: no reward(completion, row, stopped): {e!r}") from None
+    """The function that --reward names; what is wrong in its file is shown with its traceback."""
+    found = runpy.run_path(path) if path else globals()
+    if "reward" not in found:
+        raise ValueError(f"--reward {path}: has no function reward(completion, row, stopped)")
+    return found["reward"]
 
 def grade(rollout, rows, stop_ids, tokenizer, cfg):
     """(reward, completion, whether it reached a stop) of each response, as three lists."""
@@ -656,13 +641,20 @@ def grade(rollout, rows, stop_ids, tokenizer, cfg):
     return rewards, texts, stopped
 
 def accuracy(sampler, rows, tokenizer, cfg):
-    """Share of `rows` whose greedy completion earns the full reward."""
-    scores = []
-    for i in range(0, len(rows), 250):
-        some = rows[i : i + 250]
+    """(share of `rows` whose greedy completion earns the full reward, what it was for three)."""
+    size, scores, shown = 25 if cfg.model else 250, [], []
+    told = f"evaluating {len(rows)} held-out prompts"
+    for i in tqdm(range(0, len(rows), size), told, disable=None, leave=False):
+        some = rows[i : i + size]
         drawn = sampler.sample([r["ids"] for r in some], cfg.max_new_tokens, greedy=True)
-        scores += grade(drawn, some, sampler.stop_ids, tokenizer, cfg)[0]
-    return sum(s >= 1 for s in scores) / max(1, len(scores))
+        graded = grade(drawn, some, sampler.stop_ids, tokenizer, cfg)
+        scores += graded[0]
+        shown += [sample(*x) for x in zip(some, *graded)]
+    return sum(s >= 1 for s in scores) / len(scores), shown[:3]
+
+def sample(row, score, text, stopped):
+    """What a log keeps of a response."""
+    return dict(prompt=row["prompt"], answer=row["answer"], completion=text, reward=score)
 
 def read_data(path):
     """Rows of a JSONL file: "prompt", a text or a chat's messages, or "question", as in GSM8K;
@@ -689,35 +681,31 @@ def load_data(cfg, tokenizer, model):
     g = torch.Generator().manual_seed(0)
     if cfg.data:
         rows, source = read_data(cfg.data), f"--data {cfg.data}"
-        held = min(100, max(1, len(rows) // 10))
     elif cfg.model:  # every sum below 20 + 20, in a fixed order
         pairs = [divmod(i, 20) for i in torch.randperm(400, generator=g).tolist()]
-        text = "What is {} + {}? The answer is"
+        text, source = "What is {} + {}? The answer is", "the sums"
         rows = [dict(prompt=text.format(a, b), answer=str(a + b)) for a, b in pairs]
-        held, source = 64, "the sums"
     else:  # digits to sort; of a few digits there are fewer strings than are drawn
         drawn = torch.randint(10, (5_000, cfg.digits), generator=g).tolist()
-        texts = dict.fromkeys("".join(map(str, x)) for x in drawn)
+        texts, source = dict.fromkeys("".join(map(str, x)) for x in drawn), f"--digits {cfg.digits}"
         rows = [dict(prompt=x + "=", answer="".join(sorted(x)), exact=True) for x in texts]
-        held, source = len(rows) // 10, f"--digits {cfg.digits}"
-    stops, vocab = stop_tokens(model), len(model.get_input_embeddings().weight)
-    room = context(model) - cfg.max_new_tokens
+    held = min(cfg.eval_rows, max(1, len(rows) // 5))
+    room, vocab = context(model) - cfg.max_new_tokens, len(model.get_input_embeddings().weight)
     for row in rows:
-        asked, what = row["prompt"], f"the prompt {str(row['prompt'])[:40]!r}"
+        asked, wrong = row["prompt"], None
         if isinstance(asked, list):
-            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True,
-                                                return_dict=False)
+            chat = dict(add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(asked, **chat)
         else:
             ids = tokenizer(asked)["input_ids"]
         if not ids or max(ids) >= vocab or (not cfg.model and tokenizer.pad_token_id in ids):
-            raise ValueError(f"{source}: {what} is empty, or holds what the model has no token for")
-        if len(ids) > room:
-            raise ValueError(f"{source}: {what} has {len(ids)} tokens; {room} and --max-new-tokens "
-                             f"{cfg.max_new_tokens} fill the model's context")
-        if ids[-1] in stops:
-            stop = tokenizer.decode(ids[-1])
-            raise ValueError(f"{source}: {what} ends in stop token {stop!r}; have its tokenizer "
-                             "add none (add_eos_token: false)")
+            wrong = "is empty, or holds what the model has no token for"
+        elif len(ids) > room:
+            wrong = f"has {len(ids)} tokens; {room} and --max-new-tokens fill the model's context"
+        elif ids[-1] in stop_tokens(model):
+            wrong = "ends in a stop token; have its tokenizer add none (add_eos_token: false)"
+        if wrong:
+            raise ValueError(f"{source}: the prompt {str(asked)[:40]!r} {wrong}")
         row["ids"] = ids
     if any(row["ids"][:2] == [tokenizer.bos_token_id] * 2 for row in rows):
         print(f"{source}: prompts begin with {tokenizer.bos_token!r} twice, as text and as added")
@@ -741,8 +729,7 @@ def tiny_base(steps=90, width=64, layers=3, digits=16, seed=0):
         vocab_size=len(ids), hidden_size=width, intermediate_size=5 * width // 2,
         num_hidden_layers=layers, num_attention_heads=width // 32, head_dim=32,
         num_key_value_heads=width // 32, bos_token_id=None, eos_token_id=ids["<eos>"],
-        pad_token_id=ids["<pad>"], max_position_embeddings=128,
-        tie_word_embeddings=True))
+        pad_token_id=ids["<pad>"], max_position_embeddings=128, tie_word_embeddings=True))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, fused=True)
     g = torch.Generator().manual_seed(1 + seed)  # other digits than those of load_data
     equals, stop = torch.full((128, 1), ids["="]), torch.full((128, 1), ids["<eos>"])
@@ -774,11 +761,9 @@ def load_model(path, dtype, device, option="--model"):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
             output_loading_info=True)
-        model = model.to(device).eval()
     except Exception as e:  # many kinds, from as many libraries
         raise ValueError(f"{option} {path}: no causal LM can be loaded: {str(e)[:300]}") from None
     bad = [f"{n} is missing" for n in sorted(found["missing_keys"])]
-    bad += [f"{n} holds inf or NaN" for n, p in model.named_parameters() if not p.isfinite().all()]
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
         bad += ["no tokenizer: add tokenizer.json and tokenizer_config.json"]
     if not stop_tokens(model):
@@ -788,14 +773,7 @@ def load_model(path, dtype, device, option="--model"):
     real = max(tokenizer.get_vocab().values()) + 1
     if real < len(model.get_output_embeddings().weight):
         model.resize_token_embeddings(real)
-    return model, tokenizer
-
-def model_fingerprint(model):
-    """What a recipe holds for: architecture, sizes, and a checksum of the norms' weights."""
-    text = model.config.get_text_config()
-    norms = sum(float(p.detach().double().sum()) for p in model.parameters() if p.dim() == 1)
-    sizes = [text.num_hidden_layers, text.hidden_size, text.vocab_size]
-    return [text.model_type, *sizes, round(norms, 3)]
+    return model.to(device).eval(), tokenizer
 
 def keep_list(keep, model):
     """The modules of --keep-bf16: names after commas, or @FILE, of opd.py --sensitivity."""
@@ -806,13 +784,11 @@ def keep_list(keep, model):
         kept, found = [*recipe["keep_bf16"]], recipe["model"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"--keep-bf16 {keep}: no recipe of opd.py --sensitivity: {e}") from None
-    if model is not None and found != model_fingerprint(model):
-        raise ValueError(f"--keep-bf16 {keep}: made for {found}, not {model_fingerprint(model)}")
+    if model is not None and found != checksum(model):
+        raise ValueError(f"--keep-bf16 {keep}: was made for other weights than this model's")
     return kept
 
-
-# --------------------------------------------------------------------------------------------------
-# The command line.
+# ---- The command line. ---------------------------------------------------------------------------
 
 def bias_tables():
     """The terms on one random table, as signed projections on the bias: a row sums to 100 %."""

@@ -194,7 +194,7 @@ def train(cfg):
     teacher = load_teacher(cfg, model, tokenizer)
     with autocast(cfg), dlc.Run(cfg, model, tokenizer, f"opd-{cfg.loss}", teacher) as run:
         exact = TorchSampler(teacher, "none", "none")
-        run.before["accuracy_teacher"] = dlc.accuracy(exact, run.held_out, tokenizer, cfg)
+        run.before["accuracy_teacher"], _ = dlc.accuracy(exact, run.held_out, tokenizer, cfg)
         print(f"{run.folder}: {cfg.loss}, {cfg.sampler} sampler, {cfg.weights}, KV {cfg.kv}")
         print(" step version  KL to teacher  reward  discrepancy      lag    ESS  syncs  tokens/s")
         done = len(run.rows)
@@ -241,9 +241,7 @@ def train(cfg):
                            "{tokens_per_second:9.0f}".format(**row))
         return run.finish(f"{cfg.loss}: weights {cfg.weights}, KV {cfg.kv}")
 
-
-# --------------------------------------------------------------------------------------------------
-# One scale for every source, a budget on it, and what can be decided before training.
+# ---- One scale for every source, a budget on it, and what can be decided before training. --------
 
 def untrained(cfg):
     """(student before training, training prompts): what every probe is made with."""
@@ -367,7 +365,7 @@ def recipe(cfg, order):
         keep = [name for name, _ in order[:n]]
         if (kl := probe(cfg, model, data, keep_bf16=keep)) <= cfg.target:
             break
-    return dict(model=dlc.model_fingerprint(model), keep_bf16=keep, mismatch=kl,
+    return dict(model=dlc.checksum(model), keep_bf16=keep, mismatch=kl,
                 weights=cfg.weights, kv=cfg.kv)
 
 def capacity(cfg):

@@ -49,9 +49,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
-# --------------------------------------------------------------------------------------------------
-# Formats. A row shares a scale: of a weight it is an output channel, of activations a token. "none"
-# is the trainer's own dtype, for exact tests; in every other format the copy computes in bfloat16.
+# ---- Formats. ------------------------------------------------------------------------------------
+# A row shares a scale: of a weight it is an output channel, of activations a token. "none" is the
+# trainer's own dtype, for exact tests; in every other format the copy computes in bfloat16.
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # up to 448, up to 57344
 INT_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # weights only; one byte a value in memory
@@ -181,9 +181,7 @@ def grouped_attention(module, query, key, value, attention_mask, **how):
 AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
-
-# --------------------------------------------------------------------------------------------------
-# Scoring: one function for the trainer, the stale copy and the teacher.
+# ---- Scoring: one function for the trainer, the stale copy and the teacher. ----------------------
 
 @dataclass
 class Rollout:
@@ -549,9 +547,7 @@ class TorchSampler:
         r.head_logq, r.head_logp_stale = logps[..., 2:].chunk(2, -1)
         return r
 
-
-# --------------------------------------------------------------------------------------------------
-# The same from a real engine.
+# ---- The same from a real engine. ----------------------------------------------------------------
 
 def pack_again(worker, tied):
     """vLLM's CPU build multiplies by packed copies of a tied head and of experts; its reload
@@ -668,10 +664,9 @@ class VLLMSampler(TorchSampler):
         rollout = rollout.map(lambda x: x.to(device))
         return rollout if greedy else self._finish(rollout)
 
-
-# --------------------------------------------------------------------------------------------------
-# Delayed weights, and sampling in another process: it draws the batches to come while the trainer
-# trains. A process and not a thread: with a small model a step is mostly Python.
+# ---- Delayed weights, and sampling in another process. -------------------------------------------
+# It draws the batches to come while the trainer trains. A process and not a thread: with a small
+# model a step is mostly Python.
 
 class DelayedSampler:
     """make(model) -> a sampler, whose weights arrive `lag` steps late. `queue` holds what this step

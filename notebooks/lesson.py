@@ -1,14 +1,17 @@
 """What the six notebooks share: the repository's folder, one thread, the figures' style, and the
-judges of the exercises; and what notebook 2 shows of a real model, which is measured once:
+judges of the exercises; and two logs that are made once:
 
+    python notebooks/lesson.py gaps  # both gaps step by step -> notebooks/data/lesson_gaps.jsonl
     python notebooks/lesson.py DIR   # a Hugging Face model -> notebooks/data/smollm2_formats.json
 """
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -80,5 +83,41 @@ def measure_formats(folder, prompts=32, new_tokens=48):
     path.write_text(json.dumps(dict(about, formats=found), indent=1) + "\n")
 
 
+GAPS = [(fmt, sync, correction) for fmt in ("fp8", "int3")  # weights; the KV cache is BF16
+        for sync, correction in ((0, "tis"), (0, "dlc"), (1, "tis"))] + [("int3", 8, "tis")]
+
+
+def log(name):
+    """The rows of notebooks/data/NAME.jsonl; none, if that log is not made yet."""
+    path = HERE / "data" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+def gaps(fmt, sync, correction, key):
+    """(seeds, steps) of one curve of the log that `measure_gaps` makes."""
+    found = [r["curves"][key] for r in log("lesson_gaps") if r["cell"] == [fmt, sync, correction]]
+    return torch.tensor(found)
+
+
+def measure_gaps(seeds=8, steps=65):
+    """The default task and rate from two bases, 16 x 8 responses a step: both gaps, the ESS, and
+    the ESS of the first 1, 2, 4 ... tokens at every step, eleven seconds a run on an idle core."""
+    done = [[*r["cell"], r["seed"]] for r in log("lesson_gaps")]
+    for seed, cell in itertools.product(range(seeds), GAPS):
+        if [*cell, seed] in done:
+            continue
+        fmt, sync, correction = cell
+        with tempfile.TemporaryDirectory() as folder:
+            rows = quiet(dlc.train, dlc.Config(
+                correction=correction, weights=fmt, kv="bf16", sync_every=sync, steps=steps,
+                seed=seed, base=str(dlc.tiny_base(seed=seed % 2)), out=folder + "/run"))
+        keys = ("discrepancy", "lag", "ess", "ess_token", "cap_share", "clip_share")
+        curves = {k: [round(r[k], 5) for r in rows] for k in keys}
+        curves |= {f"ess_{t}": [round(r["ess_at"][t], 4) for r in rows] for t in rows[0]["ess_at"]}
+        with (HERE / "data" / "lesson_gaps.jsonl").open("a") as file:
+            print(json.dumps(dict(cell=cell, seed=seed, curves=curves)), file=file)
+        print(cell, seed, rows[-1]["ess"], flush=True)
+
+
 if __name__ == "__main__":
-    measure_formats(sys.argv[1])
+    measure_gaps() if sys.argv[1] == "gaps" else measure_formats(sys.argv[1])

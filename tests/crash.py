@@ -39,6 +39,7 @@ def start(call):
     """The process id of a fork that runs `call`; what it prints goes to the file `log`."""
     if pid := os.fork():
         return pid
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork, and would be waited for
     fd = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1), os.dup2(fd, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
@@ -52,8 +53,14 @@ def start(call):
     os._exit(status)
 
 
-def end(pid):
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def end(pid, seconds=300):
+    """Its exit status; a process that hangs is killed, -9, so that the tests do not."""
+    limit = time.time() + seconds
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.time() > limit:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 def writing(pid, folder):
