@@ -35,6 +35,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import runpy
 import shutil
 import sys
@@ -62,8 +63,9 @@ transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # load_model says what is wrong, in one line
 
 # ---- The corrections. ----------------------------------------------------------------------------
-# The arguments are the policies that a correction looks at; it returns w, m, α and the ratio r that
-# PPO clips (None: no gate). logp*, logq are (B, T), head_* (B, T, K).
+# The arguments are the policies that a correction looks at, or the mask; it returns w, (m, α) and
+# the ratio r that PPO clips (None: no gate). logp*, logq, mask are (B, T), head_* (B, T, K). A new
+# one is a function here and a line in CORRECTIONS: the command, the tests and --bias find it there.
 
 def ratio(log_p, log_q):
     return (log_p - log_q).clamp(-20, 20).exp()  # clamped before the exponential
@@ -136,7 +138,7 @@ def policy_loss(correction, logp, logq, advantage, mask, *, logp_stale=None, log
              for k, x in given.items() if x is not None}
     advantage = advantage[:, None] if advantage.dim() == 1 else advantage
     with torch.no_grad():
-        w, centre, r = CORRECTIONS[correction](**given, cap=cap, mis=mis)
+        w, centre, r = CORRECTIONS[correction](**given, mask=mask, cap=cap, mis=mis)
         clipped = torch.zeros_like(mask)
         if r is not None:
             clipped = (advantage > 0) & (r > 1 + clip) | (advantage < 0) & (r < 1 - clip)
@@ -223,28 +225,27 @@ def exact_bias(correction, p_logits, q_logits, rewards, head_k=None, cap=2.0, cl
     pick = lambda x: x.gather(-1, y[..., None])[..., 0]  # at the drawn token: (N, T)
     H = logq.topk(min(head_k or V, V)).indices  # (N, T, K)
     R, of_p, of_q = rewards.double().reshape(-1), pick(logp).sum(1).exp(), pick(logq).sum(1).exp()
-
+    every = torch.ones_like(y, dtype=torch.bool)  # the mask
     loss, _ = policy_loss(
-        correction, pick(live), pick(logq), R * of_q, torch.ones_like(y, dtype=torch.bool),
-        logp_stale=pick(logp_stale), logp_anchor=pick(logp_anchor), head_logp=live.gather(-1, H),
-        head_logq=logq.gather(-1, H), head_logp_stale=logp_stale.gather(-1, H), num_tokens=1,
-        cap=cap, clip=clip)
+        correction, pick(live), pick(logq), R * of_q, every, logp_stale=pick(logp_stale),
+        logp_anchor=pick(logp_anchor), head_logp=live.gather(-1, H), head_logq=logq.gather(-1, H),
+        head_logp_stale=logp_stale.gather(-1, H), num_tokens=1, cap=cap, clip=clip)
 
     def gradient(x):
         return torch.cat([g.flatten() for g in torch.autograd.grad(x, leaves, retain_graph=True)])
 
     out = dict(estimate=gradient(-loss))
-
     head = lambda x: x.gather(-1, H)[:, :, None]  # (N, T, 1, K), beside every token a
     w, centre, r = CORRECTIONS[correction](  # w and r at every token a; m and α once a position
         logp=logp, logq=logq, logp_stale=logp_stale, logp_anchor=logp_anchor, head_logp=head(logp),
-        head_logq=head(logq), head_logp_stale=head(logp_stale), cap=cap, mis=(0.5, 5.0))
+        head_logq=head(logq), head_logp_stale=head(logp_stale), mask=every[..., None], cap=cap,
+        mis=(0.5, 5.0))
     c = torch.zeros_like(logp)
     if centre is not None:
         c = c.scatter(-1, H, (centre[0] - centre[1][..., None] * head(logp).exp())[:, :, 0])
     p, q, Q_p, Q_q = logp.exp(), logq.exp(), values(p_logits), values(q_logits)
     V_q = (q * Q_q).sum(-1, keepdim=True)
-    A, gated = R[:, None], torch.zeros_like(y, dtype=torch.bool)
+    A, gated = R[:, None], ~every
     if r is not None:
         gated = (A > 0) & (pick(r) > 1 + clip) | (A < 0) & (pick(r) < 1 - clip)
     drawn = torch.zeros_like(q).scatter(-1, y[..., None], 1.0)  # onehot(y_t)
@@ -533,7 +534,7 @@ class Run:
                     truncated=1 - sum(stopped) / max(1, kept), seconds_sample=sampler.seconds,
                     dropped=len(batch) - kept, seconds_wait=sampler.waited,
                     seconds_train=seconds - sampler.waited,
-                    tokens_per_second=row["tokens"] / seconds,
+                    tokens_per_second=row["tokens"] / seconds, memory=peak_memory(self.cfg.device),
                     sample=sample(batch[0], *(x[0] for x in graded)))
         row |= self.before if step == 0 else {}
         if step + 1 == self.cfg.steps:
@@ -576,21 +577,31 @@ class Run:
         write(self.folder / "curves.png", lambda new: figure(self.rows, new, title))
         return self.rows
 
+def peak_memory(device):
+    """Bytes that this process has held at most: of the card, or on a CPU of all."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
 def figure(rows, path, title):
     """Reward, the two gaps and the ESS against the step; at a sync the lag's curve is broken."""
     fig = Figure(figsize=(7, 7), layout="constrained")
     axes = fig.subplots(3, sharex=True)
+    marks = [(0, row["accuracy_base"]) for row in rows[:1]]
+    marks += [(row["step"] + 1, row["accuracy"]) for row in rows if "accuracy" in row]
+    axes[0].plot(*torch.tensor(marks).view(-1, 2).T, "k*", label="greedy accuracy, held out")
     panels = {"reward": ["reward"], "KL, nats a token": ["discrepancy", "lag"],
-              "share of the batch": ["ess", "ess_token"]}
+              f"share; {rows[-1]['syncs'] if rows else 0} syncs": ["ess", "ess_token"]}
     for ax, (unit, keys) in zip(axes, panels.items()):
         for key in keys:
-            ax.plot([r[key] or float("nan") for r in rows], label=key)
+            ax.plot([row[key] or float("nan") for row in rows], label=key)
         ax.set_ylabel(unit)
         ax.legend(fontsize=8)
     axes[1].set_yscale("log")
-    axes[2].set(ylim=(0, 1.05), xlabel=f"step; {rows[-1]['syncs'] if rows else 0} syncs")
+    axes[2].set(ylim=(0, 1.05), xlabel="step")
     axes[0].set_title(title, fontsize=10)
     fig.savefig(path, dpi=130, format="png")
+
 
 # ---- Data, reward and models. --------------------------------------------------------------------
 
@@ -792,6 +803,7 @@ def keep_list(keep, model):
 
 def bias_tables():
     """The terms on one random table, as signed projections on the bias: a row sums to 100 %."""
+    print("token-level corrections: w and r are functions of a token and what comes before it")
     g, V, T = torch.Generator().manual_seed(0), 4, 3
     random = lambda s: [s * torch.randn((V,) * (t + 1), generator=g).double() for t in range(T)]
     add = lambda a, b: [x + y for x, y in zip(a, b)]
@@ -800,11 +812,10 @@ def bias_tables():
     gaps = {"discrepancy only": (add(p, numerics), p), "lag only": (add(p, lag), add(p, lag)),
             "discrepancy and lag": (add(add(p, lag), numerics), add(p, lag))}
     terms = ("prefix", "continuation", "token", "drift", "clip")
-    for (gap, (q, stale)), baseline in itertools.product(gaps.items(), (False, True)):
+    for (gap, (q, stale)), kind in itertools.product(gaps.items(), ("raw", "centred")):
         prob = sum(x.log_softmax(-1).view(x.shape + (1,) * (T - x.dim())) for x in q).exp()
-        R = rewards - (prob * rewards).sum() if baseline else rewards
-        kind = "reward minus its mean" if baseline else "raw reward"
-        print(f"\n{gap}, {kind}; terms in % of the bias")
+        R = rewards - (prob * rewards).sum() * (kind == "centred")
+        print(f"\n{gap}, {kind} reward; terms in % of the bias")
         print(f"{'correction':13}|bias|/|g|" + "".join(f"{k:>14}" for k in terms))
         for name in CORRECTIONS:
             out = exact_bias(name, p, q, R, stale_logits=stale)
@@ -855,6 +866,7 @@ def main(argv=None):
     for who, key in (("trainer's model, π", ""), ("its narrow copy, which samples", "_sampler")):
         before, after = last[f"accuracy{key}_base"], last[f"accuracy{key}"]
         print(f"{who:30}{before:7.3f} {after:7.3f}")
+    print(*last["held_out"], sep="\n")
     shown = {k: v for k, v in last.items() if k.startswith("accuracy")}
     shown = dict(correction=cfg.correction, steps=last["step"] + 1) | shown
     print("RESULT " + json.dumps(shown))
