@@ -141,8 +141,7 @@ class Config(dlc.Config):  # the rest of the options is that of dlc.py
     loss_k: int = 8  # K of the topk loss
     correction: Literal[tuple(dlc.CORRECTIONS)] = "reinforce"  # of the sampled loss
     group_size: int = 4  # responses to each prompt
-    steps: int | None = None  # batches (default: 100; 20 with --student)
-    lr: float | None = None  # learning rate (default: 0.001; 1e-05 with --student)
+    prompts: int | None = None  # prompts in a batch (default: 32; 8 with --student)
     out: str | None = None  # the run's folder (default: runs/opd-LOSS-1, -2, ...)
     calibrate: bool = False  # measure the mismatch budget; resumable
     admit: bool = False  # check the rollout configuration, or a standard list, against the budget
@@ -166,9 +165,9 @@ def check(cfg):
         raise ValueError(f"--loss-k {cfg.loss_k}, --seeds {cfg.seeds}: must be 1 or more")
     if not (cfg.tolerance >= 0 and cfg.target >= 0):
         raise ValueError(f"--tolerance {cfg.tolerance}, --target {cfg.target}: must be 0 or more")
-    tiny = {} if cfg.student else dict(steps=100, lr=1e-3)
-    unset = {k: v for k, v in tiny.items() if getattr(cfg, k) is None}
-    return dlc.check(replace(cfg, model=cfg.student, **unset))
+    if cfg.prompts is None and not cfg.student:
+        cfg = replace(cfg, prompts=32)
+    return dlc.check(replace(cfg, model=cfg.student))
 
 def load_teacher(cfg, student, tokenizer):
     """The teacher, frozen. ValueError: it does not read and write the student's ids."""
