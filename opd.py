@@ -149,9 +149,9 @@ class Config(dlc.Config):  # the rest of the options is that of dlc.py
     capacity: float | None = None  # print the tokens of KV cache that fit in so many GiB
     budget: str = "budget.json"  # where --calibrate writes and --admit reads
     tolerance: float = 0.05  # quality that the budget may cost, in accuracy
-    levels: str = "0,0.05,0.1,0.2,0.4,0.8,1.6"  # noise levels that --calibrate trains at
+    levels: str = "0,0.1,0.2,0.4,0.8,1.6"  # noise levels that --calibrate trains at
     seeds: int = 3  # runs at each level
-    target: float = 0.005  # mismatch that --sensitivity's recipe aims at, nats a token
+    target: float = 0.002  # mismatch that --sensitivity's recipe aims at, nats a token
     model: tyro.conf.Suppress[str | None] = None  # --student
     minibatches: tyro.conf.Suppress[int] = 1
     scale_advantage: tyro.conf.Suppress[bool] = False
