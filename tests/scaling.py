@@ -1,16 +1,22 @@
 """How time and memory grow with a batch's sizes, and what a run needs on one card.
 
-    python tests/scaling.py    # notebooks/data/scaling.json and notebooks/figures/scaling.png
+    python tests/scaling.py         # notebooks/data/scaling.json and notebooks/figures/scaling.png
+    python tests/scaling.py fits    # README's "Does it fit?"; nothing is allocated
 """
 
+import contextlib
 import json
 import math
 import os
+import sys
 import tempfile
 
 import torch
 import transformers
 from bench import ROOT, dlc, peak
+from torch._subclasses import FakeTensorMode
+
+import sampler
 from sampler import LinearLogps
 
 
@@ -38,6 +44,55 @@ def estimate(text, batch, length, weights="fp8", kv="fp8"):
             "sampler: narrow copy": narrow + 2 * rest,
             "KV cache": batch * length * L * 2 * k * (2 if kv in ("none", "bf16") else 1),
             "logits": 2 * 4 * LinearLogps.CHUNK}
+
+
+def activations(config, rows, length, fake=True):
+    """Bytes that the forward of one micro-batch keeps for its backward, `rows` sequences of
+    `length` tokens under bfloat16 autocast, by collecting what autograd saves; with `fake`, tensors
+    without data, so that a large model needs no memory. No prompt is shared: an upper bound."""
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        with (torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+              torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)):
+            hidden = model.base_model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+            head = ids.reshape(-1, 1).expand(-1, 1 + 64)
+            LinearLogps.apply(*sampler.head_product(model, hidden), head)
+        for p in model.parameters():
+            kept.pop(p.untyped_storage()._cdata, None)
+        return sum(storage.nbytes() for storage in kept.values())
+
+
+def fits(config, card, length, responses=64):
+    """(largest power of two of rows in a micro-batch that fits, GiB in all) on a card of so many
+    GiB, or (0, GiB of one row) where none does; a tenth is left for what is not counted."""
+    whole = lambda rows: (sum(estimate(config, responses, length).values())
+                          + activations(config, rows, length)) / 2**30
+    rows = 1
+    while rows <= responses and whole(rows) <= 0.9 * card:
+        rows *= 2
+    return rows // 2, whole(max(1, rows // 2))
+
+
+def qwen(width, inner):
+    return transformers.Qwen3Config(
+        vocab_size=151_936, hidden_size=width, intermediate_size=inner, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
+
+
+def table():
+    """README's "Does it fit?", counted."""
+    for name, config in {"0.6B": qwen(1024, 3072), "1.7B": qwen(2048, 6144)}.items():
+        for card in (24, 80):
+            for length in (512, 2048):
+                rows, gib = fits(config, card, length)
+                print(f"{name}, {card} GiB, {length} tokens: --micro-batch {rows}, {gib:.1f} GiB")
 
 
 def real_bytes(run, batch, length):
@@ -147,16 +202,9 @@ def scaling():
     dlc.write(path, lambda new: new.write_text(json.dumps(out)))
     scaling_figure(out)
     check_estimate()
-    qwen = transformers.Qwen3Config(  # Qwen3-1.7B
-        vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
-    parts = estimate(qwen, 64, 1024)
-    print("Qwen3-1.7B, 64 responses of 1,024 tokens: "
-          + ", ".join(f"{k} {v / 2**30:.2f} GiB" for k, v in parts.items())
-          + f"; together {sum(parts.values()) / 2**30:.1f} GiB, "
-          "activations of the micro-batch apart")
+    table()
 
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    scaling()
+    table() if sys.argv[1:] == ["fits"] else scaling()
