@@ -33,6 +33,7 @@ GROUPS = dict(
     end="accuracy_base accuracy_sampler_base accuracy_teacher accuracy accuracy_sampler",
 )  # fmt: skip
 
+SMALL = dict(prompts=8, eval_rows=50, device="cpu")
 SHORT = {  # name of a run -> (script, its options)
     "default": (dlc, {}),
     "seed_1": (dlc, dict(seed=1)),
@@ -43,7 +44,7 @@ SHORT = {  # name of a run -> (script, its options)
     "ess_token": (dlc, dict(sync_ess=0.97, ess_level="token")),
     "mini_4": (dlc, dict(minibatches=4)),
     "mini_4_anchor": (dlc, dict(minibatches=4, correction="ppo_anchor")),
-    "micro": (dlc, dict(minibatches=2, micro_batch=32, scale_advantage=True)),
+    "micro": (dlc, dict(minibatches=2, micro_batch=16, scale_advantage=True)),
     "sgd": (dlc, dict(optimizer="sgd", lr=0.1, sync_every=2)),
     "int3": (dlc, dict(weights="int3")),
     "int2": (dlc, dict(weights="int2", kv="fp8_e5m2")),
@@ -55,7 +56,7 @@ SHORT = {  # name of a run -> (script, its options)
     "sampled": (opd, dict(loss="sampled")),
     "sampled_dlc": (opd, dict(loss="sampled", correction="dlc", weights="int3")),
     "forward": (opd, dict(loss="forward", sync_every=4)),
-    "jsd": (opd, dict(loss="jsd", micro_batch=32, keep_bf16="model.layers.1")),
+    "jsd": (opd, dict(loss="jsd", micro_batch=8, keep_bf16="model.layers.1")),
     "async": (dlc, dict(async_=True)),
     "async_ess": (dlc, dict(async_=True, sync_ess=0.9)),
     "async_opd": (opd, dict(async_=True)),
@@ -67,50 +68,50 @@ LONG = {"dlc.py": (dlc, []), "opd.py": (opd, [])}
 MACHINE = "b377a3"  # digest of `machine` where the lines below were made
 REFERENCE = """
                   sync   reward gap    lag    ess    head   tokens cap    norm   rl     opd    end
-default           55a652 af973c ca71d7 81f385 de3a4e 8d01f2 9d66fd 2af4f8 397417 3aef0c - f7b6ac
-seed_1            fcd891 4737d4 3d108d e839a1 d4af03 2741d2 dad3a0 1f780f 2df27d a5013c - 241b9c
-lag_2             6a4ca8 029a22 f1fa01 105114 9190ae c59e2d bb85be f717c0 1ec439 4232e1 - 9fcdf0
-lag_0             174bd4 3039f2 a616ec 3292b5 90a3da 382101 5c5e14 3f6bc3 f94577 a17044 - fcb783
-sync_4            3b3c5c 5fd7d7 4ebb9b 300585 e2a871 21839f 1df2b6 1783d3 b2f79a d37f1b - 7325ed
-sync_never        fcd891 af973c ca71d7 81f385 de3a4e 8d01f2 9d66fd 2af4f8 397417 3aef0c - f7b6ac
-ess_token         f9be03 479710 ba0c02 48a47a bca596 a624b9 89cc1d 7a5398 645102 ff4e25 - 436aae
-mini_4            27d36a af4758 6e0f7c 315743 ab0e3f c756e4 7b7291 a60724 fecb7f 5320c2 - 3c81fc
-mini_4_anchor     46c7c1 2af2c8 353ad1 ca35e6 0fc161 96256f 4c9c0f a66836 6fecbe 5b5474 - 259bc3
-micro             55a652 af973c ca71d7 acf3ef c6f81b 6cdf8e 9d66fd 5535a0 f2e2a8 ba49d7 - 226e1e
-sgd               dae837 984f2d 139972 3bd064 959df7 34ad35 194c15 529aac 8dc4b9 2d669f - 076076
-int3              fcd891 e9553e c3690f 026ca1 1b489e 4ad07e 30a1f6 2efc78 e94f94 570c6f - edaf1a
-int2              fcd891 2bf42a 23356c 083fc9 e28a7c 4f27b7 a31f2d 4bada6 337651 038718 - 333a8a
-nvfp4_noise       fcd891 e44e31 f45103 b3233d f7fd9e 3de4c8 12d70a a1b984 90588a bfe68d - 998c3d
-keep              55a652 f3ee42 0450ae ce000c fbfa38 a6cdd4 99ad71 d15c85 2f0ba1 7c8995 - 84bc50
-exact             fcd891 51141a fcb6d8 50e4cc ef5056 bfb992 b2d8d5 b2c35d 509f45 b8ddd8 - a4cef5
-full              3ba302 47183e 942a87 d8feec f36300 37ae6a 4a740c 79b6a5 106eea - ec01ea 6a18c6
-topk              93f916 5ffb16 8c16ba f19517 45c77a be1a36 523b66 ceae36 b27d5b - ab5ebd d9ee46
-sampled           dae837 66f89f 9c7505 5b281e 3f832d 02e7da 12e9bc cc0402 bd924f - 50849d bc903b
-sampled_dlc       1ae18e cda843 8a0827 b31f98 fa32b4 25a2e8 bf757a f54475 6c2029 - 77a826 a8d4ab
-forward           3b3c5c 751a47 dd92f2 6eea50 9903ec 74a6d9 0fb058 0f73be 5cfad3 - 1f7fa5 409eb3
-jsd               4efc0d d4c6f3 f2516a 490bc1 b31a22 9e4683 c5bc1d 350189 298bd6 - b56d86 2752ac
-async             93f916 33963e becc5a 973e75 e07823 f8d303 9b7f41 eea6f6 dd245e b1998f - 313f98
-async_ess         eaf53c 0b90c2 8437f6 73d81b 64c77a f9f4b8 334abf 1dff3f 0b0e77 1bb1f4 - abae4e
-async_opd         93f916 090f77 2b12fa 1dbb73 8d1c1e 16b810 d96ef9 b5443a 525481 - 673c61 26fc44
-short_reinforce   74e77b c896e2 b81bf5 6f5c01 8619a8 1c126f 9238ab 6d8cee 2e1196 537a1a - f81525
-short_is          7069ef ecd85c 9a78c5 145655 f65f4d 8e5ac6 26c966 cb51ff 6aac55 b19cdc - 573c90
-short_tis         7069ef ecd85c 9a78c5 ec6f17 5a6727 3e67dc 26c966 83c3d4 71c460 28bc68 - 213f4d
-short_mis         7069ef ecd85c 9a78c5 16dfa5 e78f75 e3a44e 26c966 942a13 b52472 25313b - 396462
-short_sc          74e77b 6bf79e 762673 01aca7 d2ba34 571896 242e8c 5c033f 4810da 537a1a - faffd4
-short_tis_sc      7069ef ecd85c 9a78c5 786c34 213997 b289a7 26c966 ae1488 bd70ab 28bc68 - eaca8d
-short_ppo_anchor  b2b5f4 ecd85c 9a78c5 a799d4 f3eeaf 676388 26c966 bd57ee ee4f04 88d726 - 616d9a
-short_ppo_stale   7069ef ecd85c 9a78c5 118d1a 4a4aba 002433 26c966 f4ed86 f0fd5e 8387c5 - 9d577b
-short_ppo_sampler 7069ef ecd85c 9a78c5 f46aca 3026ec 854a00 26c966 6d27d7 8959c7 82b6ac - 898c52
-short_dlc         7069ef ecd85c 9a78c5 66d59b b200e1 cac065 26c966 8dc36d fc4f12 6df65c - 5643af
-short_dlc_tis     7069ef ecd85c 9a78c5 bbb103 db8ea3 df5ddc 26c966 b1a2b5 f196bd 89d388 - 60d127
-dlc.py            0c8bf8 c4f108 ab6481 39ca2f 8bfce1 1cea2b 868a78 0e11d8 685ca7 403837 - 9a3e75
-opd.py            198f8c 89621b 5a7e49 cd0a92 e35a97 b0af3e 08a7ca 47cff3 167220 - 2cdb86 9c51f8
+default           669606 cb85c8 8b0b45 69251b 8da2e1 fd94c7 4b886e 8e2f8c f06acb 775bb8 - 474f02
+seed_1            d754d1 35faae 120652 ab2824 f538bb a10ab8 6dc4aa 3e7550 a58a1e a7cb76 - ada816
+lag_2             6a4ca8 3439bb 0ba8bb 134e90 e901ad e7eaec 631a16 c0bd42 0d9e0c 152c95 - a65c72
+lag_0             174bd4 7e8ec9 8fc914 3292b5 90a3da 08b9c1 98d150 e074d1 3f7e05 a17044 - 186652
+sync_4            3b3c5c c09ff7 d66cad 18fa59 1ff5be 26bfe8 79a4d1 056db4 a506ec 8b490b - c94eb5
+sync_never        fcd891 21391d 016f42 c3fde6 710a21 4dd537 bb845d 192ae7 23eb90 ba044e - 8d22c4
+ess_token         3060c0 e7e79b e8c9bd ebd5ef 50d1b4 25fa6b 746a11 af6329 314c4a 8b91ca - 291879
+mini_4            3ba302 b62e05 8df1db 4d7937 5510ce 344a36 047b8c ada2a0 e51160 d0b115 - 4441fb
+mini_4_anchor     7ab47d a7227d 1b4374 782f15 7bf32c c04e9c c3e602 173de6 5d0e16 238952 - 763b3c
+micro             669606 09625b d48214 787272 d63714 5454de 8fef4c bd9526 f038dd 1c1271 - e517e5
+sgd               dae837 5a6295 127aad f1e8fc 1f5100 6bbc6c 0ed74c 1c2090 06f43c 5adfbe - 96f2bf
+int3              ee6640 55aa86 fc8e26 dbbf91 410ca5 02ec38 d8d586 c11b29 4cae8a 5c523d - b4c49d
+int2              fcd891 5f0587 fc4f0a 3292b5 90a3da 1eeda9 c646b9 55eb4c 611daf a17044 - 80581d
+nvfp4_noise       32e48d 185522 c83698 cd4da2 f78897 86bb7c 20e6b0 50a0e4 70b28a 806666 - aebb6a
+keep              af8c09 5e864d 8f8513 bf9d34 53d8b1 e61b47 f00c43 ea7b00 c22503 5c33ae - 83bf1f
+exact             7994e5 78d563 893659 3e3559 2a6483 cee1be cfbfb3 9722b3 4342f4 28df7d - 3e26d0
+full              fc2869 c9b455 53e8b6 da1aa4 a59fde d55700 04a64d 6b5b7a 870d7b - a739eb bb54b0
+topk              93f916 726af2 4b9b26 192a3f 8e4ae7 e492de d19743 d91a2e 03cc25 - b206f2 d96050
+sampled           32e48d dc3a62 035fd1 99f05d 8014dc caf9b9 1151bb 3a72ea 8bd576 - 89adb7 b9e52d
+sampled_dlc       b6992a c20951 23ad83 7bffd2 0a554e 6141e8 fe4bf2 60b07f 2abf99 - f49593 06e95d
+forward           3b3c5c 289d91 be87ae 76e9a6 adb56e f07daa 18185d 03f65c 233994 - e87b9e 155e57
+jsd               ee6640 2662dc a9807e 3655b9 964c52 9f136f 22a4ed c666e7 2fc3f5 - 6be234 818386
+async             93f916 0f6958 1fb1af b84de7 a67364 920624 859ccf 54699f 03610e f24f6b - 3f78e5
+async_ess         01ca90 16c9f6 546da9 6ae480 3e0142 70564f 0ee001 864c04 3f044f 8401ae - 595b45
+async_opd         93f916 e25a09 169bb1 53e806 2adca2 095bdf 52ed4f 6da7d4 f36f9d - 193796 dedc1f
+short_reinforce   225926 3c7bff f2e81c 7141eb 145d79 b5deef 2ef2ca 357c7b 26625b 537a1a - a5aae9
+short_is          225926 68b1f7 194cd4 2a50fe 94861b 3072ea 2ef2ca 39bd54 5f0993 6dfc38 - 94e801
+short_tis         225926 44f46c 3d5b64 2a50fe 94861b a34098 f0b374 3e6246 b3fe8d 28bc68 - 464e83
+short_mis         225926 68b1f7 6533e5 d2fd8a 5bd43c 3cc2f7 2ef2ca e14cef 4dc340 3427b4 - 0e2a30
+short_sc          225926 ed2899 8107a9 e9ec2e bdd4a4 9ad760 2ef2ca dd6764 8b6dcc 537a1a - e7a429
+short_tis_sc      225926 68b1f7 15f419 6794dd ad40eb 042b64 2ef2ca 39bd54 c7d7d4 28bc68 - a31992
+short_ppo_anchor  225926 44f46c b2ed7b 3d21d3 26c317 213a0f 14c8ad ebe6da f79af6 2424d1 - 464e83
+short_ppo_stale   225926 9d2527 f44daa 243aed e1f95c 20b37e fe5468 70ec9c 768f7a 00caba - 2e6cf4
+short_ppo_sampler 225926 68b1f7 5b6dd7 bd8ad4 47a046 255000 c1e42f 981dbe eb8436 ae21b9 - 7de8c0
+short_dlc         225926 5b914f 03420d 5dfdeb 90bfba dbe41e 70c19f 981dbe 14363a a2eba8 - 431afe
+short_dlc_tis     225926 2ad488 ad6f4e c64951 d92306 68b581 ac80df 981dbe 70242b 6ff782 - bc1497
+dlc.py            15476d dc9dae 99aa28 8cd938 0b9d91 a27958 4226e8 2013aa f458e6 9fd59f - 13445b
+opd.py            32764f dc3cc2 4e0270 afd18d c5c9b0 a6ad65 916164 5e45fb 195c30 - 73e9b7 a1f81b
 """
 OTHER = """
-bases             bb7862 5f571d
-bias              5148b0 63567c e9562f eef625 f95f82 093a2f
-budget            6026ce 3cbc87 5ad1fa 0602d7 693923 5f616e 7db77b b5ba98 ad2fdf
-recipe            7dec39 606308 5ad32d bb331d
+bases             ea382a 3b536e
+bias              43b3e5 5148b0 65a2a6 e9562f 7e1823 f95f82 45a75d
+budget            02dd79 3cbc87 eb526a 0602d7 08f7f5 d91453 ccfd16 4a648a a1e13a
+recipe            7832c9 933466 4f53cd b8b77a
 capacity          f45a5c
 """
 
@@ -150,7 +151,7 @@ def columns(rows, name):
 
 def short(name):
     script, options = SHORT[name]
-    cfg = script.Config(**dict(steps=12, device="cpu", out="run") | options)
+    cfg = script.Config(**SMALL | dict(steps=12, out="run") | options)
     return columns(script.train(cfg), name)
 
 
@@ -168,7 +169,7 @@ def resumed(name):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(script, "measure", stopping)
         with pytest.raises(KeyboardInterrupt):
-            script.train(script.Config(steps=12, device="cpu", out="run", save_every=5, **options))
+            script.train(script.Config(**SMALL, steps=12, out="run", save_every=5, **options))
     assert len(calls) == 8
     return by_command(name, ["--resume", "run", "--steps", "12"])
 
@@ -190,7 +191,7 @@ def printed(script, argv):
 def bases():
     """The weights of both tiny bases."""
     out = {}
-    for steps in (350, 1200):
+    for steps in (90, 300):
         model, _ = dlc.load_model(dlc.tiny_base(steps=steps), "float32", "cpu")
         sums = {n: float((p.double() ** 3).sum()) for n, p in model.named_parameters()}
         out[f"base_{steps}"] = sums
@@ -198,14 +199,14 @@ def bases():
 
 
 def bias():
-    """The six tables of --bias."""
+    """What --bias prints, and its six tables."""
     tables = printed(dlc, ["--bias"]).strip().split("\n\n")
     return {f"table_{i}": [line.split() for line in x.splitlines()] for i, x in enumerate(tables)}
 
 
 def budget():
     """A small calibration, and what it admits."""
-    tiny = dict(steps=8, seeds=1, levels="0,0.4", device="cpu")
+    tiny = SMALL | dict(steps=8, seeds=1, levels="0,0.4")
     b = opd.calibrate(opd.Config(**tiny))
     out = {k: b[k] for k in ("budget", "censored", "lag", "tolerance")}
     keys = ("noise", "mismatch", "quality", "fitted")
@@ -276,7 +277,7 @@ def folder(same_machine, made_base, tmp_path, monkeypatch, request):
     name = params.get("name") or params["tool"]
     distils = name in ("bases", "budget") or name in SHORT | LONG and (SHORT | LONG)[name][0] is opd
     (tmp_path / "runs").mkdir()
-    for base in [made_base()] + ([made_base(1200)] if distils else []):
+    for base in [made_base()] + ([made_base(300)] if distils else []):
         (tmp_path / "runs" / base.name).symlink_to(base)
     monkeypatch.chdir(tmp_path)
 
@@ -304,7 +305,7 @@ def test_resumed(name):
 def test_long(name):
     found = by_command(name, ["--out", "run"])
     shown = [found["end"][k] for k in ("accuracy", "accuracy_sampler")]
-    assert shown == {"dlc.py": [0.600, 0.632], "opd.py": [0.720, 0.672]}[name]
+    assert shown == {"dlc.py": [0.656, 0.632], "opd.py": [0.718, 0.728]}[name]
     compare(name, found, GROUPS, stored(REFERENCE)[name])
 
 
@@ -317,7 +318,7 @@ def show(names):
     folder = Path(tempfile.mkdtemp())
     os.chdir(folder)
     with contextlib.redirect_stdout(sys.stderr):
-        dlc.tiny_base(), dlc.tiny_base(steps=1200)
+        dlc.tiny_base(), dlc.tiny_base(steps=300)
     for name in names or made:
         (folder / name).mkdir()
         (folder / name / "runs").symlink_to(folder / "runs")
