@@ -9,19 +9,9 @@ is trained, and two gaps lie between them:
     discrepancy  log π_stale - log q    same weights, other numerics; set by weights and format
     lag          log π - log π_stale    same numerics, other weights; 0 at a sync, then it grows
 
-`TorchSampler` draws from q and also owns the unquantised copy that q was made from. One forward of
-that copy over the finished rollouts gives log π_stale: every rollout arrives with its discrepancy.
-
-Left out: temperature, top-p, top-k, penalties. With any of them q is not the full softmax that the
-trainer scores, and π/q is wrong on every token. Temperature is 1.
-
-    tokens      (B, P+T)     prompts left-padded to P; response token t sits in column P+t
-    mask        (B, T) bool  where a token was drawn; made from lengths, never from a token id
-    logq        (B, T)       log q of the drawn token, in nats
-    logp_stale  (B, T)       log π_stale of the drawn token: the trainer's numerics, q's weights
-    head_ids    (B, T, K)    H, the K likeliest tokens under q; the drawn token may lie outside
-    head_logq   (B, T, K)    log q on H, over the full vocabulary, not renormalised
-    version     (B, T)       the trainer step whose weights drew the token
+One forward of the unquantised copy over the finished rollouts gives log π_stale, so every rollout
+arrives with its discrepancy. Left out: temperature, top-p, top-k, penalties. With any of them q is
+not the full softmax that the trainer scores, and π/q is wrong on every token. Temperature is 1.
 
 [1] FP8 formats for deep learning, arXiv 2209.05433.  [2] Score centering, arXiv 2609.20807 (the
 head).  [3] How much mismatch can OPD tolerate, arXiv 2611.11450 (one scale for every source).
@@ -37,7 +27,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +40,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 # ---- Formats. ------------------------------------------------------------------------------------
-# A row shares a scale: of a weight it is an output channel, of activations a token. "none" is the
-# trainer's own dtype, for exact tests; in every other format the copy computes in bfloat16.
+# "none" is the trainer's own dtype, for exact tests; in any other the copy computes in bfloat16.
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # up to 448, up to 57344
 INT_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # weights only; one byte a value in memory
@@ -60,7 +49,7 @@ KV_FORMATS = ("none", "bf16", *FP8)
 TINY = torch.finfo(torch.float32).tiny  # the least scale: a row of zeros gives zeros, not 0/0
 
 def pack(x, fmt):
-    """One-byte codes and their scales, x ≈ codes * scale, a scale for each row (the last axis).
+    """One-byte codes and scales, x ≈ codes * scale: one a row (output channel, token).
 
     fp8    scale = absmax / 448, code = the nearest FP8 value: as vLLM's dynamic FP8  [1]
     int b  scale = absmax / (2^(b-1) - 1), code = the nearest integer; int2: scale = mean |x|
@@ -85,7 +74,7 @@ def pack(x, fmt):
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))  # 0 .5 1 1.5 2 3 4 6
     return ((x / step).round() * step * 2).to(torch.int8), (block, whole / 2)
 
-def unpack(codes, scales, shape, dtype):
+def unpack(codes, scales, shape, dtype=torch.float32):
     """What the codes stand for, in `shape` (nvfp4 pads its last block) and `dtype`."""
     x = codes.float()
     for scale in scales:
@@ -96,11 +85,10 @@ def quantize(weight, fmt):
     """`weight` rounded to `fmt` and back, same shape and dtype. ValueError: inf, NaN, no format."""
     if not torch.isfinite(weight).all():
         raise ValueError("quantize: the tensor holds inf or NaN, which no format can represent")
-    weight, x = weight.detach(), weight.detach().bfloat16()
+    weight = weight.detach()
     if fmt == "none" or weight.numel() == 0:
         return weight.clone()
-    if fmt != "bf16":
-        x = unpack(*pack(weight, fmt), weight.shape, torch.float32)
+    x = weight.bfloat16() if fmt == "bf16" else unpack(*pack(weight, fmt), weight.shape)
     top = min(torch.finfo(t).max for t in (torch.bfloat16, weight.dtype))
     return x.clamp(-top, top).to(weight.dtype)  # rounded up, the largest values would be inf
 
@@ -165,17 +153,16 @@ class NarrowKV(DynamicLayer):
         super().update(self.store(keys, self.scale[0]), self.store(values, self.scale[1]))
         return tuple(self.load(*x, keys.dtype) for x in zip((self.keys, self.values), self.scale))
 
-def grouped_attention(module, query, key, value, attention_mask, **how):
+def grouped_attention(module, query, key, value, mask, **how):
     """sdpa for the narrow copy. In decode each row asks one query, and the query heads that share a
     K and V are shown to torch as so many positions of one head; the library would copy K and V for
     each of them. Prefill, and a mask or bias of each head's own, are left to the library."""
     (B, heads, length, size), shared = query.shape, key.shape[1]
-    own = attention_mask is not None and attention_mask.shape[1] > 1
+    own = mask is not None and mask.shape[1] > 1
     if length > 1 or own or how.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+        return sdpa_attention_forward(module, query, key, value, mask, **how)
     query = query.reshape(B, shared, heads // shared, size)
-    scale = how.get("scaling")
-    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale)
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=how.get("scaling"))
     return out.reshape(B, 1, heads, -1), None
 
 AttentionInterface.register("grouped", grouped_attention)
@@ -185,25 +172,25 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 @dataclass
 class Rollout:
-    """What a loss needs to know of a batch of samples; shapes in the glossary above.
+    """What a loss needs to know of a batch of samples; indexing picks rows. H, the head, are the K
+    likeliest tokens under q; the drawn token may lie outside.
 
     Every log-prob is finite and at least -100: a token that a policy rules out counts as one of
-    exp(-100), and a response with NaN or inf has no token in `mask`. Indexing picks rows."""
+    exp(-100), and a response with NaN or inf has no token in `mask`."""
 
-    tokens: torch.Tensor
-    prompt_len: torch.Tensor
-    mask: torch.Tensor
-    logq: torch.Tensor
-    logp_stale: torch.Tensor
-    head_ids: torch.Tensor
-    head_logq: torch.Tensor
-    head_logp_stale: torch.Tensor
-    version: torch.Tensor
+    tokens: torch.Tensor  # (B, P+T): prompts left-padded to P; response token t in column P+t
+    prompt_len: torch.Tensor  # (B,)
+    mask: torch.Tensor  # (B, T) bool: where a token was drawn; from lengths, never from a token id
+    logq: torch.Tensor  # (B, T): log q of the drawn token, in nats
+    logp_stale: torch.Tensor  # (B, T): log π_stale of it: the trainer's numerics, q's weights
+    head_ids: torch.Tensor  # (B, T, K): H
+    head_logq: torch.Tensor  # (B, T, K): log q on H, over the full vocabulary, not renormalised
+    head_logp_stale: torch.Tensor  # (B, T, K): log π_stale on H
+    version: torch.Tensor  # (B, T): the trainer step whose weights drew the token
 
     def map(self, change):
         """The rollout with every tensor replaced by `change(tensor)`."""
-        values = (getattr(self, f.name) for f in fields(self))
-        return Rollout(*(None if x is None else change(x) for x in values))
+        return Rollout(*(None if x is None else change(x) for x in vars(self).values()))
 
     def __getitem__(self, rows):
         return self.map(lambda x: x[rows])
@@ -234,17 +221,16 @@ class LinearLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         hidden, weight, ids, lse = ctx.saved_tensors
-        d_hidden, d_weight = torch.empty_like(hidden), None
-        if ctx.needs_input_grad[1]:
-            d_weight = torch.zeros_like(weight, dtype=lse.dtype)
+        d_hidden, trained = torch.empty_like(hidden), ctx.needs_input_grad[1]
+        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if trained else None
         for i in range(0, len(hidden), ctx.rows):
             n = slice(i, i + ctx.rows)
             d_z = F.linear(hidden[n], weight).to(lse.dtype).sub_(lse[n]).exp_()  # π, (n, V)
             d_z.mul_(-grad[n].sum(-1, keepdim=True)).scatter_add_(-1, ids[n], grad[n])
             d_hidden[n] = d_z.to(weight.dtype) @ weight
-            if d_weight is not None:
+            if trained:
                 d_weight.addmm_(d_z.t(), hidden[n].to(lse.dtype))
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None
+        return d_hidden, d_weight, None  # autograd casts a gradient to its tensor's dtype
 
 def positions(prompt_len, P, length):
     """(attention mask, position ids), both (B, length), of prompts left-padded to P."""
@@ -253,8 +239,7 @@ def positions(prompt_len, P, length):
 
 def response_hidden(model, rollout):
     """The last hidden states that predict the drawn tokens, (tokens, D): column P+t-1 for token t.
-    A prompt is read once: all of its responses attend to the same keys and values, and gradients
-    add up there."""
+    A prompt is read once: its responses share its keys and values, and gradients add up there."""
     T = rollout.mask.shape[1]
     P, inputs = rollout.tokens.shape[1] - T, rollout.tokens[:, :-1]
     prompts = torch.cat([rollout.prompt_len[:, None], inputs[:, :P]], 1)
@@ -380,9 +365,8 @@ class TorchSampler:
             raise ValueError(f"kv format {kv!r}: choose one of {', '.join(KV_FORMATS)}")
         check_head(model)
         kinds = {type(x) for x in DynamicCache(config=model.config).layers}
-        if odd := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
-            raise ValueError(f"{type(model).__name__}: layers without KV, {odd.pop().__name__}; "
-                             "choose a model with attention alone")
+        if kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+            raise ValueError(f"{type(model).__name__}: layers without KV; use attention alone")
         self.weights, self.kv, self.noise, self.kv_scale = weights, kv, noise, kv_scale
         self.seed, self.rows, self.device = seed, rows, model.device
         self.stale = copy.deepcopy(model).eval().requires_grad_(False)
@@ -411,10 +395,8 @@ class TorchSampler:
         self.kv_formats = ["bf16" if name in keep else self.kv for name in kv]
         linear = {n: m for n, m in modules.items() if isinstance(m, (torch.nn.Linear, Conv1D))}
         self.transposed = {f"{n}.weight": isinstance(m, Conv1D) for n, m in linear.items()}
-        self.narrow = []
-        if self.weights not in ("none", "bf16"):
-            kept = tuple(f"{k}." for k in keep)
-            self.narrow = [n for n in linear if not f"{n}.".startswith(kept)]
+        kept, rounds = tuple(f"{k}." for k in keep), self.weights not in ("none", "bf16")
+        self.narrow = [n for n in linear if rounds and not f"{n}.".startswith(kept)]
         for name, m in modules.items() if self.narrow or self.noise else ():
             loose = any(p.dim() > 1 for p in m.parameters(recurse=False)) and name not in linear
             if loose and not isinstance(m, torch.nn.Embedding):
@@ -448,26 +430,22 @@ class TorchSampler:
         self._load()
 
     def _noisy_weights(self):
-        """(name, its module if it is narrow, value) of every parameter, a tied one once: `noise`
-        is added to the matrices, and a narrow one is (out, in) however it is stored."""
+        """(name, value) of every parameter, a tied one once; `noise` is on linear layers alone."""
         generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + self.version)
         for name, weight in self.stale.named_parameters():
             if self.noise and name in self.transposed:
                 drawn = torch.randn(weight.shape, generator=generator, device=self.device)
                 weight = weight + self.noise * weight.std() * drawn
-            module = name.removesuffix(".weight")
-            if module in self.narrow:
-                yield name, module, weight.t() if self.transposed[name] else weight
-            else:
-                yield name, None, weight
+            yield name, weight
 
     def _load(self):
-        target = dict(self.engine.named_parameters())
-        for name, module, weight in self._noisy_weights():
-            if module:
+        for name, weight in self._noisy_weights():
+            module = name.removesuffix(".weight")
+            if module in self.narrow:  # (out, in), however it is stored
+                weight = weight.t() if self.transposed[name] else weight
                 self.engine.get_submodule(module).load(weight, self.dtype)
             else:
-                target[name].copy_(weight)
+                self.engine.get_parameter(name).copy_(weight)
         self._calibrate()
 
     def _calibrate(self):
@@ -550,8 +528,7 @@ class TorchSampler:
 # ---- The same from a real engine. ----------------------------------------------------------------
 
 def pack_again(worker, tied):
-    """vLLM's CPU build multiplies by packed copies of a tied head and of experts; its reload
-    forgets them."""
+    """vLLM's CPU build multiplies by packed copies of head and experts; its reload forgets."""
     model = worker.get_model()
     if tied:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
@@ -582,10 +559,9 @@ class VLLMSampler(TorchSampler):
             raise ValueError(f"the vllm sampler: {e}; pip install vllm==0.32.0") from None
         kv = dict(none="auto", bf16="bfloat16", fp8="fp8_e4m3", fp8_e5m2="fp8_e5m2")[self.kv]
         kept_kv = [str(i) for i, f in enumerate(self.kv_formats) if f != self.kv]
-        options = dict(dtype=str(self.dtype).removeprefix("torch."), seed=self.seed,
-                       kv_cache_dtype=kv, kv_cache_dtype_skip_layers=kept_kv,
-                       skip_tokenizer_init=True, generation_config="vllm",
-                       max_logprobs=self.head_k, logprobs_mode="processed_logprobs")
+        options = dict(dtype=self.dtype, kv_cache_dtype=kv, kv_cache_dtype_skip_layers=kept_kv,
+                       max_logprobs=self.head_k, logprobs_mode="processed_logprobs",
+                       skip_tokenizer_init=True, generation_config="vllm", seed=self.seed)
         if self.device.type == "cuda":  # its share covers the unquantised copy, already on the card
             own = sum(p.nbytes for p in self.stale.parameters())
             own /= torch.cuda.mem_get_info(self.device)[1]
@@ -596,8 +572,8 @@ class VLLMSampler(TorchSampler):
             options |= dict(quantization="fp8_per_channel", quantization_config=dict(ignore=kept))
         how = "quantised by the engine" if self.native else "rounded before they are handed over"
         print(f"vLLM {vllm.__version__}: weights {self.weights}, {how}; KV {self.kv}, scale 1.0")
-        if (length := context(self.stale)) < math.inf:
-            options["max_model_len"] = length
+        if (room := context(self.stale)) < math.inf:
+            options["max_model_len"] = room
         self.version = 0
         super()._build()  # how far off the same formats are in PyTorch
         super()._load()
@@ -616,10 +592,11 @@ class VLLMSampler(TorchSampler):
         """Hand the weights over by the engine's reload life cycle, named as in a checkpoint (in
         memory experts are stacked), and drop its prefix cache."""
         weights = {}
-        for name, module, weight in self._noisy_weights():
-            if module and not self.native:
-                weight = quantize(weight, self.weights)
-            weight = weight.t() if module and self.transposed[name] else weight
+        for name, weight in self._noisy_weights():
+            if name.removesuffix(".weight") in self.narrow and not self.native:
+                turned = self.transposed[name]
+                weight = quantize(weight.t() if turned else weight, self.weights)
+                weight = weight.t() if turned else weight
             weights[name] = weight.to(self.dtype)
         weights = revert_weight_conversion(self.stale, weights).items()
         self.engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights)))
@@ -665,8 +642,6 @@ class VLLMSampler(TorchSampler):
         return rollout if greedy else self._finish(rollout)
 
 # ---- Delayed weights, and sampling in another process. -------------------------------------------
-# It draws the batches to come while the trainer trains. A process and not a thread: with a small
-# model a step is mostly Python.
 
 class DelayedSampler:
     """make(model) -> a sampler, whose weights arrive `lag` steps late. `queue` holds what this step
@@ -678,7 +653,8 @@ class DelayedSampler:
     and step t draws with the first, max(0, t - 2). A step that publishes nothing repeats the last.
 
     request  (step) -> the arguments of `sample`, for any step before `steps`
-    process  draw in another process, as soon as a step's weights are known: the same numbers"""
+    process  draw in another process while the trainer trains, as soon as a step's weights are
+             known: the same numbers. (No thread: with a small model a step is mostly Python.)"""
 
     def __init__(self, make, model, request, steps, lag=0, process=False):
         self.sampler, self.request, self.steps = make(model), request, steps
@@ -729,8 +705,7 @@ def sample_with(sampler, entry, request):
     """(rollout, KV scales, seconds) of `sampler` with the weights of an entry of the queue."""
     start, (version, weights) = time.perf_counter(), entry
     if version != sampler.version:
-        weights = weights.to(sampler.device, copy=True)
-        vector_to_parameters(weights, sampler.stale.parameters())
+        vector_to_parameters(weights.to(sampler.device, copy=True), sampler.stale.parameters())
         sampler.sync(sampler.stale, version)
     return sampler.sample(*request), sampler.kv_scales, time.perf_counter() - start
 
