@@ -44,6 +44,7 @@ import zlib
 from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -170,19 +171,18 @@ def ess(log_ratio, mask, level="sequence"):
 
 def measure(rollout, logp, head_logp, cap):
     """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
-    mask, count, kept = rollout.mask, int(rollout.mask.sum()), int(rollout.mask.any(1).sum())
-    n, log_lag, rest = max(1, count), logp - rollout.logp_stale, tail(head_logp)
-    heads = rollout.head_logp_stale, rollout.head_logq
+    mask, n, log_lag = rollout.mask, int(rollout.mask.sum()), logp - rollout.logp_stale
+    heads, rest = (rollout.head_logp_stale, rollout.head_logq), tail(head_logp)
     numerics = mismatch(rollout.logp_stale, rollout.logq, mask, *heads)
     lag = mismatch(logp, rollout.logp_stale, mask, head_logp, rollout.head_logp_stale)
     entropy = -((head_logp.exp() * head_logp).sum(-1) + rest * rest.log())[mask].sum()
+    capped = (ratio(logp, rollout.logq) > cap)[mask].sum()
     row = dict(discrepancy=numerics["kl"], lag=lag["kl"], ess=ess(log_lag, mask),
                ess_token=ess(log_lag, mask, "token"), head_mass=numerics["head_mass"],
-               entropy=float(entropy) / n, tokens=count, length=count / max(1, kept),
-               cap_share=float((ratio(logp, rollout.logq) > cap)[mask].sum()) / n)
-    column = torch.arange(mask.shape[1], device=mask.device)
+               entropy=float(entropy) / max(1, n), tokens=n,
+               length=n / max(1, int(mask.any(1).sum())), cap_share=float(capped) / max(1, n))
     firsts = [2**i for i in range(mask.shape[1].bit_length())]  # the first 1, 2, 4, 8 ... tokens
-    row["ess_at"] = {str(t): ess(log_lag, mask & (column < t)) for t in firsts}
+    row["ess_at"] = {str(t): ess(log_lag[:, :t], mask[:, :t]) for t in firsts}
     for key in ("k1", "k3", "mean_abs", "max_abs"):
         row |= {f"discrepancy_{key}": numerics[key], f"lag_{key}": lag[key]}
     return row
@@ -320,8 +320,8 @@ def train(cfg):
 
             # 2. Reward, centred over the group of its prompt; a dropped response is in no mean.
             graded = grade(rollout, batch, run.stop_ids, tokenizer, cfg)
-            R = torch.tensor(graded[0], device=cfg.device).where(rollout.mask.any(1), float("nan"))
-            R = R.view(cfg.prompts, cfg.group_size)
+            R = torch.tensor([x["reward"] for x in graded], device=cfg.device)
+            R = R.where(rollout.mask.any(1), float("nan")).view(cfg.prompts, cfg.group_size)
             A = R - R.nanmedian(1, keepdim=True).values  # so that it is 0 where all are equal
             A = A - A.nanmean(1, keepdim=True)
             if cfg.scale_advantage:
@@ -358,10 +358,10 @@ def train(cfg):
             row |= measure(rollout, *fresh, cfg.cap)
             row |= dict(clip_share=sum(s["clipped"] for s in stats) / max(1, row["tokens"]),
                         weight_max=max(s["weight_max"] for s in stats), grad_norm=max(norms),
-                        skipped=sum(not x < float("inf") for x in norms))
+                        skipped=sum(not x < inf for x in norms))
 
             # 5. Sync the sampler, if a rule says so; log, save, show.
-            run.end_step(row, rollout, batch, graded)
+            run.end_step(row, rollout, graded)
             if alike == 5:
                 tqdm.write(f"5 steps: no group had two different rewards: {row['sample']}")
             if step % 10 == 0 or cfg.model:
@@ -374,9 +374,9 @@ def update(model, optimizer):
     """One optimizer step; the gradient's norm. A gradient that is not finite moves nothing."""
     params = [p for p in model.parameters() if p.grad is not None]
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in params]))
-    if norm < float("inf"):
+    if norm < inf:
         optimizer.step()
-        if not torch.nn.utils.get_total_norm(params) < float("inf"):
+        if not torch.nn.utils.get_total_norm(params) < inf:
             raise ValueError("--lr: a step took the weights to inf or NaN; make it smaller")
     optimizer.zero_grad()
     return norm
@@ -391,16 +391,15 @@ def due(cfg, row, latest):
 
 def check(cfg):
     """`cfg` with its defaults filled in. ValueError: what would go wrong late or in silence."""
-    tiny = dict(steps=100, prompts=16, lr=1e-4, max_new_tokens=cfg.digits + 1, save_every=50,
-                eval_rows=500)
-    real = dict(steps=20, prompts=8, lr=1e-5, max_new_tokens=12, save_every=5, eval_rows=100)
-    fill = (real if cfg.model else tiny) | dict(lag=int(cfg.async_))
-    fill["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = dict(steps=(100, 20), prompts=(16, 8), lr=(1e-4, 1e-5), save_every=(50, 5),
+                 eval_rows=(500, 100), max_new_tokens=(cfg.digits + 1, 12))  # tiny, with --model
+    fill = {k: size[bool(cfg.model)] for k, size in sizes.items()}
+    fill |= dict(lag=int(cfg.async_), device="cuda" if torch.cuda.is_available() else "cpu")
     if cfg.sync_every is cfg.sync_ess is None:
         delayed = cfg.async_ or cfg.lag is not None
         fill |= dict(sync_every=1) if delayed else dict(sync_ess=0.5)
     cfg = replace(cfg, **{k: v for k, v in fill.items() if getattr(cfg, k) is None})
-    batch, out, state = cfg.prompts * cfg.group_size, cfg.out, Path(cfg.resume or "", "state.pt")
+    batch, out = cfg.prompts * cfg.group_size, cfg.out
     rules = [
         (cfg.group_size > 1, f"--group-size {cfg.group_size}: one response has no advantage"),
         (batch % max(1, cfg.minibatches) == 0,
@@ -412,7 +411,6 @@ def check(cfg):
         (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
         (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
-        (not cfg.resume or state.is_file(), f"--resume {cfg.resume}: has no state.pt; begin anew"),
     ]
     counts = "steps prompts minibatches micro_batch max_new_tokens head_k save_every eval_rows"
     least = dict.fromkeys([*counts.split(), "digits"], 1)
@@ -457,13 +455,22 @@ def checksum(*models):
     bits = (p.detach().flatten().cpu().view(torch.uint8).numpy() for p in weights)
     return functools.reduce(lambda crc, x: zlib.crc32(x, crc), bits, 0)
 
+def compare(folder, now):
+    """Refuse other data or weights than a run began with; tell of other versions of libraries."""
+    then = json.loads((folder / "config.json").read_text())["versions"]
+    if bad := [k for k in ("data", "weights") if then.get(k, now[k]) != now[k]]:
+        raise ValueError(f"--resume {folder}: the {bad[0]} are not those it began with; to go on, "
+                         "delete them from versions in its config.json")
+    if then | now != then:
+        print(f"{folder}: begun with {then}, resumed with {now}: numbers may differ")
+
 class Run:
     """Model, optimizer, sampler, data and folder of a run."""
 
     def __init__(self, cfg, model, tokenizer, name, teacher=None):
         self.cfg, self.model, self.tokenizer, self.rows = cfg, model, tokenizer, []
         self.data, self.held_out = load_data(cfg, tokenizer, model)
-        optimizer = dict(adam=torch.optim.Adam, sgd=torch.optim.SGD)[cfg.optimizer]
+        optimizer = torch.optim.Adam if cfg.optimizer == "adam" else torch.optim.SGD
         self.optimizer = optimizer(model.parameters(), lr=cfg.lr, fused=True)
         options = dict(weights=cfg.weights, kv=cfg.kv, keep_bf16=keep_list(cfg.keep_bf16, model),
                        noise=cfg.noise, head_k=cfg.head_k, seed=cfg.seed, rows=cfg.micro_batch,
@@ -480,12 +487,7 @@ class Run:
                    threads=torch.get_num_threads(), weights=checksum(model, teacher),
                    data=zlib.crc32(repr([self.data, self.held_out]).encode()))
         if cfg.resume:
-            then = json.loads((self.folder / "config.json").read_text())["versions"]
-            if bad := [k for k in ("data", "weights") if then.get(k, now[k]) != now[k]]:
-                raise ValueError(f"--resume {self.folder}: the {bad[0]} are not those it began "
-                                 "with; to go on, delete them from versions in its config.json")
-            if then | now != then:
-                print(f"{self.folder}: begun with {then}, resumed with {now}: numbers may differ")
+            compare(self.folder, now)
             self.restore()
         else:
             config = json.dumps(asdict(cfg) | dict(versions=now), indent=1)
@@ -503,8 +505,7 @@ class Run:
             raise KeyboardInterrupt(f"; go on with --resume {self.folder}") from None
 
     def accuracies(self, suffix=""):
-        """Greedy accuracy on held-out prompts, of the trainer's model and of the sampler as is, and
-        three completions of the first."""
+        """Greedy, held out, of the trainer's model and of the sampler as it is; three samples."""
         exact, how = TorchSampler(self.model, "none", "none"), (self.tokenizer, self.cfg)
         share, shown = accuracy(exact, self.held_out, *how)
         narrow, _ = accuracy(self.sampler.sampler, self.held_out, *how)
@@ -522,28 +523,26 @@ class Run:
         ids = [row["ids"] for row in self.batch(step)]
         return ids, self.cfg.max_new_tokens, self.cfg.seed * 1_000_003 + step
 
-    def end_step(self, row, rollout, batch, graded):
-        """The end of a step, which dlc.py and opd.py share: sync by the rules, log the step and one
-        of its samples at once, save every --save-every steps."""
-        step, sampler, (_, _, stopped) = row["step"], self.sampler, graded
+    def end_step(self, row, rollout, graded):
+        """Sync by the rules, log the step and a sample of it, save every --save-every steps."""
+        step, sampler = row["step"], self.sampler
         reason = due(self.cfg, row, latest=sampler.queue[-1][0])
         synced = sampler.advance(step, self.model, publish=reason is not None)
         seconds, kept = time.perf_counter() - self.ended, int(rollout.mask.any(1).sum())
-        row |= dict(synced=synced, sync_reason=reason,
-                    syncs=synced + sum(r["synced"] for r in self.rows), kv_scales=sampler.kv_scales,
-                    truncated=1 - sum(stopped) / max(1, kept), seconds_sample=sampler.seconds,
-                    dropped=len(batch) - kept, seconds_wait=sampler.waited,
-                    seconds_train=seconds - sampler.waited,
-                    tokens_per_second=row["tokens"] / seconds, memory=peak_memory(self.cfg.device),
-                    sample=sample(batch[0], *(x[0] for x in graded)))
+        row |= dict(
+            synced=synced, sync_reason=reason, syncs=synced + sum(r["synced"] for r in self.rows),
+            kv_scales=sampler.kv_scales, dropped=len(graded) - kept, sample=graded[0],
+            truncated=1 - sum(x["stopped"] for x in graded) / max(1, kept),
+            seconds_sample=sampler.seconds, seconds_wait=sampler.waited,
+            seconds_train=seconds - sampler.waited, tokens_per_second=row["tokens"] / seconds,
+            memory=peak_memory(self.cfg.device))
         row |= self.before if step == 0 else {}
         if step + 1 == self.cfg.steps:
             sampler.sampler.sync(self.model, self.cfg.steps)
             row |= self.before | self.accuracies()
         elif self.cfg.eval_every and (step + 1) % self.cfg.eval_every == 0:
             row["accuracy"] = self.accuracies()["accuracy"]
-        finite = lambda x: not isinstance(x, float) or abs(x) < float("inf")
-        row |= {k: None for k, x in row.items() if not finite(x)}  # JSON has no NaN
+        row |= {k: None for k, x in row.items() if x != x or x in (inf, -inf)}  # no JSON has NaN
         self.rows.append(row)
         print(json.dumps(row), file=self.log, flush=True)
         if (step + 1) % self.cfg.save_every == 0 or step + 1 == self.cfg.steps:
@@ -553,8 +552,7 @@ class Run:
         self.ended = time.perf_counter()
 
     def restore(self):
-        """Back to the last saved step. Nothing else is state: the random numbers of a step are a
-        function of (seed, step). ValueError: a broken file, another --lag, fewer --steps."""
+        """Back to the last saved step. Random numbers are no state: functions of (seed, step)."""
         try:
             state = torch.load(self.folder / "state.pt", weights_only=True, map_location="cpu")
             self.rows, queue = state["rows"], self.sampler.queue
@@ -563,8 +561,8 @@ class Run:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except Exception as e:  # of many kinds; torch.load's own advice is to trust the file
-            raise ValueError(f"--resume {self.folder}: its state.pt is broken, of another lag, or "
-                             f"beyond --steps ({type(e).__name__})") from None
+            raise ValueError(f"--resume {self.folder}: its state.pt is missing, broken, of another "
+                             f"lag or beyond --steps ({type(e).__name__})") from None
         for left in self.folder.glob("*.tmp"):  # half a file of a run that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         log = "".join(json.dumps(row) + "\n" for row in self.rows)
@@ -587,9 +585,9 @@ def figure(rows, path, title):
     """Reward, the two gaps and the ESS against the step; at a sync the lag's curve is broken."""
     fig = Figure(figsize=(7, 7), layout="constrained")
     axes = fig.subplots(3, sharex=True)
-    marks = [(0, row["accuracy_base"]) for row in rows[:1]]
-    marks += [(row["step"] + 1, row["accuracy"]) for row in rows if "accuracy" in row]
-    axes[0].plot(*torch.tensor(marks).view(-1, 2).T, "k*", label="greedy accuracy, held out")
+    marks = {row["step"] + 1: row["accuracy"] for row in rows if "accuracy" in row}
+    marks |= {0: rows[0]["accuracy_base"]} if rows else {}
+    axes[0].plot(marks.keys(), marks.values(), "k*", label="greedy accuracy, held out")
     panels = {"reward": ["reward"], "KL, nats a token": ["discrepancy", "lag"],
               f"share; {rows[-1]['syncs'] if rows else 0} syncs": ["ess", "ess_token"]}
     for ax, (unit, keys) in zip(axes, panels.items()):
@@ -601,7 +599,6 @@ def figure(rows, path, title):
     axes[2].set(ylim=(0, 1.05), xlabel="step")
     axes[0].set_title(title, fontsize=10)
     fig.savefig(path, dpi=130, format="png")
-
 
 # ---- Data, reward and models. --------------------------------------------------------------------
 
@@ -624,10 +621,9 @@ def reward(completion, row, stopped):
     if not re.fullmatch(NUMBER, plain(answer)):
         return float(completion.strip() == answer)
     marked, first = re.split(r"####|\\boxed\{", text), re.split(r"[.!?]\s|\n", text)[0]
-    bare = re.fullmatch(rf"\W*?{NUMBER}\W*[^\W\d]*\W*", first)
     if len(marked) > 1:
         found = re.findall(NUMBER, marked[-1])[:1]
-    elif bare or first == text:
+    elif first == text or re.fullmatch(rf"\W*?{NUMBER}\W*[^\W\d]*\W*", first):
         found = re.findall(NUMBER, first.split("answer is")[-1])[:1]
     else:
         found = re.findall(NUMBER, text)[-1:]
@@ -642,30 +638,26 @@ def reward_of(path):
     return found["reward"]
 
 def grade(rollout, rows, stop_ids, tokenizer, cfg):
-    """(reward, completion, whether it reached a stop) of each response, as three lists."""
-    y = rollout.tokens[:, -rollout.mask.shape[1] :]
-    stopped = (torch.isin(y, stop_ids) & rollout.mask).any(1).tolist()
-    drawn = zip(y.tolist(), rollout.mask.sum(1).tolist(), stopped, rows)
-    texts = [tokenizer.decode(ids[: max(0, n - s)], skip_special_tokens=not row.get("exact"))
-             for ids, n, s, row in drawn]
-    rewards = [float(reward_of(cfg.reward)(*x)) for x in zip(texts, rows, stopped)]
-    return rewards, texts, stopped
+    """What a log keeps of each response: prompt, answer, completion, stopped, reward."""
+    y, graded = rollout.tokens[:, -rollout.mask.shape[1] :], []
+    stops = (torch.isin(y, stop_ids) & rollout.mask).any(1).tolist()
+    for row, ids, n, stopped in zip(rows, y.tolist(), rollout.mask.sum(1).tolist(), stops):
+        kept = ids[: max(0, n - stopped)]
+        text = tokenizer.decode(kept, skip_special_tokens=not row.get("exact"))
+        score = float(reward_of(cfg.reward)(text, row, stopped))
+        graded.append(dict(prompt=row["prompt"], answer=row["answer"], completion=text,
+                           stopped=stopped, reward=score))
+    return graded
 
 def accuracy(sampler, rows, tokenizer, cfg):
-    """(share of `rows` whose greedy completion earns the full reward, what it was for three)."""
-    size, scores, shown = 25 if cfg.model else 250, [], []
+    """(share of `rows` whose greedy completion earns the full reward, three of them graded)."""
+    size, graded = 25 if cfg.model else 250, []
     told = f"evaluating {len(rows)} held-out prompts"
     for i in tqdm(range(0, len(rows), size), told, disable=None, leave=False):
         some = rows[i : i + size]
         drawn = sampler.sample([r["ids"] for r in some], cfg.max_new_tokens, greedy=True)
-        graded = grade(drawn, some, sampler.stop_ids, tokenizer, cfg)
-        scores += graded[0]
-        shown += [sample(*x) for x in zip(some, *graded)]
-    return sum(s >= 1 for s in scores) / len(scores), shown[:3]
-
-def sample(row, score, text, stopped):
-    """What a log keeps of a response."""
-    return dict(prompt=row["prompt"], answer=row["answer"], completion=text, reward=score)
+        graded += grade(drawn, some, sampler.stop_ids, tokenizer, cfg)
+    return sum(x["reward"] >= 1 for x in graded) / len(graded), graded[:3]
 
 def read_data(path):
     """Rows of a JSONL file: "prompt", a text or a chat's messages, or "question", as in GSM8K;
@@ -772,15 +764,14 @@ def load_model(path, dtype, device, option="--model"):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
             output_loading_info=True)
+        if found["missing_keys"]:
+            raise ValueError(f"{min(found['missing_keys'])} is missing; give the whole model")
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers made up an empty one
+            raise ValueError("no tokenizer: add tokenizer.json and tokenizer_config.json")
+        if not stop_tokens(model):
+            raise ValueError("no stop token: name its eos_token_id in generation_config.json")
     except Exception as e:  # many kinds, from as many libraries
         raise ValueError(f"{option} {path}: no causal LM can be loaded: {str(e)[:300]}") from None
-    bad = [f"{n} is missing" for n in sorted(found["missing_keys"])]
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
-        bad += ["no tokenizer: add tokenizer.json and tokenizer_config.json"]
-    if not stop_tokens(model):
-        bad += ["no stop token: name its eos_token_id in generation_config.json"]
-    if bad:
-        raise ValueError(f"{option} {path}: {bad[0]}; give a folder with a whole causal LM")
     real = max(tokenizer.get_vocab().values()) + 1
     if real < len(model.get_output_embeddings().weight):
         model.resize_token_embeddings(real)
@@ -825,8 +816,7 @@ def bias_tables():
                   + "".join(f"{share:14.1f}" for share in shares))
 
 def parse(config, argv, description):
-    """The command line of a dataclass. --resume starts from that run's options; those that are
-    given again win."""
+    """A dataclass from a command line. --resume starts from that run's options, and argv wins."""
     how = dict(args=argv, description=description, config=(tyro.conf.FlagCreatePairsOff,))
     cfg = tyro.cli(config, **how)
     if cfg.resume:
@@ -843,7 +833,6 @@ def parse(config, argv, description):
 def command(main):
     """`main(argv)` ends in an exit status; what ends it early is one line on standard error: 2 for
     bad input, a full disk or too little memory, 130 for Ctrl-C."""
-
     def run(argv=None):
         try:
             return main(argv) or 0
@@ -853,7 +842,6 @@ def command(main):
         except KeyboardInterrupt as e:
             print(f"stopped{e}", file=sys.stderr)
             return 130
-
     return run
 
 @command
@@ -862,13 +850,12 @@ def main(argv=None):
     if cfg.bias:
         return bias_tables()
     last = train(cfg)[-1]
-    print(f"\n{'greedy accuracy, held out':28}  before   after")
+    print("\ngreedy accuracy, held out       before   after")
     for who, key in (("trainer's model, π", ""), ("its narrow copy, which samples", "_sampler")):
-        before, after = last[f"accuracy{key}_base"], last[f"accuracy{key}"]
-        print(f"{who:30}{before:7.3f} {after:7.3f}")
+        print(f"{who:30}{last[f'accuracy{key}_base']:7.3f} {last[f'accuracy{key}']:7.3f}")
     print(*last["held_out"], sep="\n")
-    shown = {k: v for k, v in last.items() if k.startswith("accuracy")}
-    shown = dict(correction=cfg.correction, steps=last["step"] + 1) | shown
+    shown = dict(correction=cfg.correction, steps=last["step"] + 1)
+    shown |= {k: v for k, v in last.items() if k.startswith("accuracy")}
     print("RESULT " + json.dumps(shown))
 
 if __name__ == "__main__":

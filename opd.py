@@ -228,12 +228,12 @@ def train(cfg):
 
             # 3. Measure both gaps and the ESS, sync by the same rules as dlc.py, log.
             graded = dlc.grade(rollout, batch, run.stop_ids, tokenizer, cfg)
-            kept = [R for R, whole in zip(graded[0], rollout.mask.any(1)) if whole]
+            kept = [x["reward"] for x, whole in zip(graded, rollout.mask.any(1)) if whole]
             row = dict(step=step, version=int(rollout.version[0, 0]), teacher_kl=total / N,
                        teacher_kl_by_q=gap_q / N, reward=sum(kept) / max(1, len(kept)))
             row |= measure(rollout, *map(torch.cat, zip(*seen)), cfg.cap)
             row |= dict(grad_norm=norm, skipped=int(not norm < float("inf")))
-            run.end_step(row, rollout, batch, graded)
+            run.end_step(row, rollout, graded)
             if step % 10 == 0 or cfg.student:
                 tqdm.write("{step:5d} {version:7d} {teacher_kl:14.4f} {reward:7.3f} "
                            "{discrepancy:12.5f} {lag:8.5f} {ess:6.3f} {syncs:6d} "

@@ -110,7 +110,8 @@ def quietly(module, **config):
             ids, scores = [row["ids"] for row in held_out], []
             for s in range(2):
                 drawn = q.sample(ids, cfg.max_new_tokens, seed=s)
-                scores += dlc.grade(drawn, held_out, q.stop_ids, tokenizer, cfg)[0]
+                graded = dlc.grade(drawn, held_out, q.stop_ids, tokenizer, cfg)
+                scores += [x["reward"] for x in graded]
             steps[-1][key] = fmean(scores)
         return steps
 

@@ -357,7 +357,7 @@ def test_a_special_token_that_is_no_stop_does_not_spoil_an_answer(tmp_path):
     r = S.Rollout(torch.tensor([[7, *ids]]), torch.tensor([1]), mask, *[None] * 6)
     cfg = config(tmp_path, tmp_path)
     rows, stops = [dict(prompt="", answer="ab")], torch.tensor([2])
-    assert dlc.grade(r, rows, stops, tokenizer(), cfg)[0] == [1.0]
+    assert dlc.grade(r, rows, stops, tokenizer(), cfg)[0]["reward"] == 1.0
 
 
 @pytest.mark.parametrize("answer, told", [("abc", 1), ("a", 0)])
@@ -612,7 +612,8 @@ def test_statistics_leave_dropped_responses_out(tmp_path, monkeypatch):
         return loss(correction, logp, logq, advantage, mask, **how)
 
     def grade(rollout, rows, stop_ids, *rest):
-        return [1.0, 0.0, 0.0, 1.0], ["a", "b", "c", "d"], [True, True, False, False]
+        scores, stops = [1.0, 0.0, 0.0, 1.0], [True, True, False, False]
+        return [dict(reward=r, stopped=s) for r, s in zip(scores, stops)]
 
     loss = dlc.policy_loss
     folder = saved(tmp_path / "m", tiny())
