@@ -542,7 +542,8 @@ def test_the_tiny_run_learns_and_leaves_its_files(base, tmp_path, monkeypatch):
     folder = Path("runs/dlc-dlc-1")
     logged = [json.loads(x) for x in (folder / "metrics.jsonl").open()]
     assert comparable(logged[1:99]) == comparable(rows[1:99]) and len(logged) == 100
-    assert all({*r["sample"]} == {"prompt", "answer", "completion", "reward"} for r in logged)
+    told = {"prompt", "answer", "completion", "stopped", "reward"}
+    assert all({*r["sample"]} == told for r in logged)
     assert json.loads((folder / "config.json").read_text())["lr"] == 3e-4
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
