@@ -1,8 +1,9 @@
 """What the six notebooks share: the repository's folder, one thread, the figures' style, and the
-judges of the exercises; and two logs that are made once:
+judges of the exercises; and three logs that are made once, into notebooks/data/:
 
-    python notebooks/lesson.py gaps  # both gaps step by step -> notebooks/data/lesson_gaps.jsonl
-    python notebooks/lesson.py DIR   # a Hugging Face model -> notebooks/data/smollm2_formats.json
+    python notebooks/lesson.py gaps    # lesson_gaps.jsonl: both gaps, step by step
+    python notebooks/lesson.py budget  # lesson_budget.json: how much mismatch distillation bears
+    python notebooks/lesson.py DIR     # smollm2_formats.json: formats on a Hugging Face model
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import os
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
@@ -25,6 +27,7 @@ import torch  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 
 import dlc  # noqa: E402
+import opd  # noqa: E402
 import sampler  # noqa: E402
 
 torch.set_num_threads(1)
@@ -119,5 +122,22 @@ def measure_gaps(seeds=8, steps=65):
         print(cell, seed, rows[-1]["ess"], flush=True)
 
 
+def distilling(loss):
+    """The run that notebook 5 calibrates: opd.py's own pair, half of its batch."""
+    return opd.Config(loss=loss, lr=2.5e-4, steps=100, prompts=16, group_size=4, seeds=3,
+                      levels="0,0.1,0.2,0.4,0.8,1.6")
+
+
+def measure_budget():
+    """opd.calibrate for two losses, 19 runs each; 14 seconds a run on an idle core."""
+    out, folder = dict(command="python notebooks/lesson.py budget"), HERE.parent / "runs" / "lesson"
+    for loss in ("full", "sampled"):
+        how = dict(out=str(folder / loss), budget=str(folder / f"{loss}.json"))
+        out[loss] = quiet(opd.calibrate, replace(distilling(loss), **how))
+        print(loss, out[loss], flush=True)
+    (HERE / "data" / "lesson_budget.json").write_text(json.dumps(out, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    measure_gaps() if sys.argv[1] == "gaps" else measure_formats(sys.argv[1])
+    made = dict(gaps=measure_gaps, budget=measure_budget)
+    made[sys.argv[1]]() if sys.argv[1] in made else measure_formats(sys.argv[1])
