@@ -102,12 +102,12 @@ def lesson(monkeypatch):
 WRONG = {  # plausible answers that a check must refuse
     ("01", "1"): "def sequence_weight(logp, logq):\n    return (logq - logp).exp()",
     ("01", "2"): "b = float((joint(q).exp() * R).sum())",  # the mean reward under q
-    ("02", "1"): "keep = ['model.layers.0', 'model.layers.1']",  # two
+    ("02", "1"): "keep = ['model.layers.0.mlp']",  # the other half
     ("02", "2"): "def e4m3(x):\n    return x.bfloat16().float()",  # seven bits, not three
     ("03", "1"): "def truncated_lag(logp, logq, **_):\n"
                  "    return dlc.ratio(logp, logq).clamp_max(1.2), None, None",  # both gaps
     ("03", "2"): "changes = dict(logp_stale=policies['logq'])",
-    ("04", "1"): "def limit(s):\n    return math.exp(-s)",
+    ("04", "1"): "def tokens_to_half(s):\n    return 0.5 / s**2",
     ("04", "2"): "N = next(k for k, x in enumerate(mean_ess) if x < 0.5) + 1",
     ("05", "1"): "def reverse_kl(student_logits, teacher_logits):\n"
                  "    return opd.divergence('forward', student_logits, teacher_logits)",
