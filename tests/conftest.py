@@ -16,18 +16,18 @@ import pytest  # noqa: E402
 
 @pytest.fixture(scope="session")
 def made_base(tmp_path_factory):
-    """made_base(steps): the folder of a tiny base, each made once for all tests."""
+    """made_base(steps, digits=...): a tiny base's folder, each made once for all tests."""
     import torch
 
     import dlc
 
     make, folder = dlc.tiny_base, tmp_path_factory.mktemp("bases")
 
-    def made(*steps):
+    def made(*steps, **how):
         torch.set_num_threads(1)  # two threads on busy cores are slower than one
         with pytest.MonkeyPatch.context() as m:
             m.chdir(folder)
-            return make(*steps).resolve()
+            return make(*steps, **how).resolve()
 
     return made
 

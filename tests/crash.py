@@ -100,7 +100,7 @@ FILES = ("model/model.safetensors",)
 
 
 def contents(folder):
-    clock = ("seconds_sample", "seconds_train", "seconds_wait", "tokens_per_second")
+    clock = ("seconds_sample", "seconds_train", "seconds_wait", "tokens_per_second", "memory")
     timeless = lambda rows: [{k: v for k, v in r.items() if k not in clock} for r in rows]
     rows = timeless([json.loads(line) for line in (folder / "metrics.jsonl").open()])
     state = torch.load(folder / "state.pt", weights_only=True)

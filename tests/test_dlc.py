@@ -350,11 +350,13 @@ def test_reward():
         (" Paris\n", "Paris", 1), ("Paris, France", "Paris", 0), ("7 is right", "7 is right", 1),
     ):  # fmt: skip
         for stopped in (True, False):
-            assert dlc.reward(text, answer, stopped, False) == want, (text, answer)
-    for text, stopped, want in (  # the tiny task: the stop is the last character
-        ("21", True, 1), ("21", False, 2 / 3), ("2", True, 1 / 3), ("219", True, 2 / 3),
-        ("219", False, 2 / 3), ("31", True, 0), ("", True, 0), ("29", True, 1 / 3)):  # fmt: skip
-        assert dlc.reward(text, "21", stopped, True) == pytest.approx(want), (text, stopped)
+            assert dlc.reward(text, dict(answer=answer), stopped) == want, (text, answer)
+    for text, stopped, want in (  # exact: no number is read from it, nothing is stripped
+        ("0012", True, 1), ("0012", False, 0), ("001", True, 0), ("00123", True, 0),
+        ("12", True, 0), (" 0012", True, 0), ("0012\n", True, 0), ("", True, 0)):
+        row = dict(answer="0012", exact=True)
+        assert dlc.reward(text, row, stopped) == want, (text, stopped)
+    assert dlc.reward("12", dict(answer="0012", exact=False), False) == 1
 
 
 # ---- the loop, on the tiny model; the weights that a step trained and drew from are copied aside
@@ -362,7 +364,8 @@ def test_reward():
 
 @pytest.fixture(scope="session")
 def base(made_base):
-    return made_base()
+    """A digits task so small that both rewards are drawn: half of the answers are right."""
+    return made_base(40, digits=3)
 
 
 @pytest.fixture
@@ -385,12 +388,13 @@ def tiny(base, tmp_path, monkeypatch):
 
     def run(**options):
         tiny.drawn.clear(), tiny.trained.clear()
-        small = dict(prompts=4, group_size=4, weights="none", kv="none", lr=1e-3, head_k=5)
+        small = dict(digits=3, prompts=4, group_size=4, lr=1e-3, head_k=5)
+        small |= dict(weights="none", kv="none")
         return dlc.train(dlc.Config(**small | options))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dlc, "tiny_base", lambda: base)
-    monkeypatch.setattr(dlc, "accuracy", lambda *_: 0.0)
+    monkeypatch.setattr(dlc, "tiny_base", lambda **_: base)
+    monkeypatch.setattr(dlc, "accuracy", lambda *_: (0.0, []))
     monkeypatch.setattr(dlc, "figure", lambda rows, path, _: path.touch())
     monkeypatch.setattr(dlc, "token_logps", spy_score)
     monkeypatch.setattr(dlc.TorchSampler, "_finish", spy_finish)
@@ -404,7 +408,7 @@ def weights(folder):
 
 def comparable(rows):
     """As JSON, without what a clock says."""
-    drop = ("seconds_sample", "seconds_wait", "seconds_train", "tokens_per_second")
+    drop = ("seconds_sample", "seconds_wait", "seconds_train", "tokens_per_second", "memory")
     return [json.dumps({k: v for k, v in r.items() if k not in drop}) for r in rows]
 
 
@@ -414,7 +418,7 @@ def comparable(rows):
     (dict(sync_every=0), lambda t: 0)])  # fmt: skip
 def test_the_sampler_has_exactly_the_weights_of_its_version(tiny, how, version):
     """Step t is drawn with the weights before update `version`: off by one would pass as lag."""
-    rows = tiny.run(steps=7, **how)
+    rows = tiny.run(steps=7, lr=2e-4, **how)
     for t, row in enumerate(rows):
         assert row["step"] == t and row["version"] == version(t)
         assert torch.equal(tiny.drawn[t], tiny.trained[version(t)])
@@ -437,7 +441,7 @@ def test_the_sampler_has_exactly_the_weights_of_its_version(tiny, how, version):
 
 @pytest.mark.parametrize("level, every", [("sequence", None), ("token", None), ("sequence", 3)])
 def test_sync_by_ess(tiny, level, every):
-    F, version = 0.95 if level == "token" else 0.8, 0
+    F, version = 0.95 if level == "token" else 0.9, 0
     rows = tiny.run(steps=12, lr=5e-4, sync_ess=F, sync_every=every, ess_level=level)
     for t, row in enumerate(rows):
         low = row["ess" if level == "sequence" else "ess_token"] < F
@@ -520,41 +524,42 @@ def test_broken_rows_gradients_and_equal_rewards(tiny, monkeypatch):
     assert torch.equal(*tiny.trained[1:]) and not torch.equal(*tiny.trained[:2])
     monkeypatch.setattr(dlc, "policy_loss", loss)
 
-    monkeypatch.setattr(dlc, "reward", lambda *_: 1 / 3)
+    monkeypatch.setattr(dlc, "reward_of", lambda _: lambda *_: 1 / 3)
     for scale, group in ((False, 8), (True, 8), (False, 7), (True, 7)):
         rows = tiny.run(steps=2, group_size=group, scale_advantage=scale)
         assert rows[0]["grad_norm"] == 0 and torch.equal(*tiny.trained), (scale, group)
 
 
-def test_the_tiny_run_learns_and_leaves_its_files(base, tmp_path, monkeypatch):
+def test_the_tiny_run_learns_and_leaves_its_files(made_base, tmp_path, monkeypatch):
     """FP8 sampler, delayed weights, a sync by ESS, as by default. The accuracy that the run reports
     is checked by transformers' own `generate` on the saved model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dlc, "tiny_base", lambda: base)
-    rows = dlc.train(cfg := dlc.Config(steps=100, lr=3e-4))
+    base = str(made_base(60, digits=6))
+    rows = dlc.train(cfg := dlc.Config(digits=6, base=base, steps=60, eval_every=20))
     mean = lambda key, part: sum(r[key] for r in part) / len(part)
-    assert mean("reward", rows[-20:]) > mean("reward", rows[:20]) + 0.05
+    assert mean("reward", rows[-15:]) > mean("reward", rows[:15]) + 0.05
     assert rows[-1]["accuracy"] > rows[-1]["accuracy_base"] + 0.05
-    assert mean("discrepancy", rows) > 1e-3 and 0 < sum(r["synced"] for r in rows) < 50
+    assert mean("discrepancy", rows) > 1e-3 and 0 < sum(r["synced"] for r in rows) < 30
     public = """step version reward discrepancy lag ess ess_token clip_share head_mass synced
         seconds_sample seconds_train"""
     assert all(set(public.split()) <= set(r) for r in rows)
     folder = Path("runs/dlc-dlc-1")
     logged = [json.loads(x) for x in (folder / "metrics.jsonl").open()]
-    assert comparable(logged[1:99]) == comparable(rows[1:99]) and len(logged) == 100
+    assert comparable(logged) == comparable(rows) and len(logged) == 60
     told = {"prompt", "answer", "completion", "stopped", "reward"}
     assert all({*r["sample"]} == told for r in logged)
-    assert json.loads((folder / "config.json").read_text())["lr"] == 3e-4
+    assert json.loads((folder / "config.json").read_text())["lr"] == 1e-4
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    trained_on, held_out = dlc.load_data(dlc.check(cfg), tokenizer)
+    trained_on, held_out = dlc.load_data(dlc.check(cfg), tokenizer, model)
     assert not {r["prompt"] for r in trained_on} & {r["prompt"] for r in held_out}
     inputs = tokenizer([r["prompt"] for r in held_out], return_tensors="pt", padding=True)
     inputs.pop("token_type_ids", None)
-    drawn = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    texts = tokenizer.batch_decode(drawn[:, -4:])
-    sums = [str(sum(map(int, r["prompt"][:-1].split("+"))))[::-1] for r in held_out]
-    right = sum(text.startswith(x + "<eos>") for text, x in zip(texts, sums))
-    assert right / len(sums) == pytest.approx(rows[-1]["accuracy"], abs=0.0021)
+    drawn = model.generate(**inputs, max_new_tokens=7, do_sample=False)
+    texts = tokenizer.batch_decode(drawn[:, -7:])
+    right = sum(text == "".join(sorted(r["prompt"][:-1])) + "<eos>"
+                for text, r in zip(texts, held_out))
+    one = 1.01 / len(held_out)  # a tie may fall otherwise
+    assert right / len(held_out) == pytest.approx(rows[-1]["accuracy"], abs=one)
