@@ -24,10 +24,9 @@ experiments = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(experiments)
 
 FILES = [f for f in (ROOT / "README.md", ROOT / "notebooks" / "RESULTS.md") if f.exists()]
-# Which of a claim's measured lines are shown.
-SHOWN = dict(C1=(2, 0), C2=(0,), C3=(0, 1), C4=(0,), C5=(1, 2), C6=(0, 1, 2), C7=(0, 4, 8),
-             C8=(0, 1, 2), O1=(0, 1, 2), O2=(1, 3), O3=(0, 2, 3, 5, 6, 8), O4=(0, 1),
-             O5=(2, 3, 4, 5), O6=(0,), O7=(0, 1, 2), O8=(0, 1, 2, 3), O9=(1, 2, 3, 4, 6))
+# Which of a claim's measured lines are shown, where not all.
+SHOWN = {"C7": (0, 2, 3, 5, 6, 8, 9), "O2": (1, 3), "O5": (1, 2, 3, 4, 5), "O6": (0, 1),
+         "O9": (0, 1, 2, 3, 4)}
 BENCH = {  # how a row begins there, and how its numbers do in data/bench.json
     "RL step, tiny": ["RL step, tiny"], "the same, SmolLM2": ["RL step, smollm2"],
     "a step of": ["step, tiny default"], "loss at": ["loss"], "FP8 KV": ["KV bytes", "decode"],
@@ -37,21 +36,24 @@ BENCH = {  # how a row begins there, and how its numbers do in data/bench.json
 def claims():
     """Verdict, and the lines that are shown."""
     for name, word, lines in experiments.verdicts():
-        shown = [lines[i] for i in SHOWN[name] if i < len(lines)]
-        yield name, [word, "; ".join(shown)]
+        shown = [lines[i] for i in SHOWN.get(name, range(len(lines))) if i < len(lines)]
+        yield f"{name} |", [word, "; ".join(shown)]
 
 
 def corrections():
-    """The exact bias of the last table of `dlc.py --bias`, and four columns of the grid."""
+    """The exact bias of the last table of `dlc.py --bias`, and the grid's cell with both gaps, of π
+    and of q; until that is run, the cell of the sums."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         dlc.bias_tables()
     for line in text.getvalue().split("\n\n")[-1].splitlines()[2:]:
         c, bias, *_ = line.split()
-        grid = [experiments.cell(regime, c) for regime in ("discrepancy", "lag", "both")]
-        grid.append(experiments.cell("both", c, "accuracy_sampler"))
-        yield f"[`{c}`]", [bias, *map(experiments.pm, grid)]
-
+        try:
+            both = [experiments.cell("both", c, key) for key in experiments.KEYS[:2]]
+        except FileNotFoundError:
+            sums = experiments.SUMS + "compare"
+            both = [experiments.cell("both", c, key, sums) for key in experiments.KEYS[:2]]
+        yield f"[`{c}`]", [bias, *map(experiments.pm, both)]
 
 def bench():
     """Ratios, whether they meet their targets, shares of the physical limit."""
@@ -90,10 +92,10 @@ def line_of(name):
 
 
 def cells(path):
-    """What the tables of a file say; the README shows three of a correction's five columns."""
-    short = path.name == "README.md"
-    shown = {name: c[:1] + c[3:] if short else c for name, c in corrections()}
-    return shown if short else dict([*claims(), *shown.items(), *bench()])
+    """What the tables of a file say."""
+    if path.name == "README.md":
+        return dict(corrections())
+    return dict([*claims(), *experiments.grid_table(), *experiments.centring_table(), *bench()])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The README shows what the committed logs say: claims are recomputed, compared word by word."""
 
 import copy
+import inspect
+import json
 import re
 
 import fill_tables
@@ -10,8 +12,10 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_tables_equal_the_logs():
-    """Verdicts, accuracies, exact biases, ratios, and the lines that the names lead to."""
-    for path, rows in zip(fill_tables.FILES, (11, 17 + 11 + 7), strict=True):
+    """Verdicts, rewards, exact biases, ratios, and the lines that the names lead to."""
+    e = experiments
+    results = len(e.CLAIMS) + 4 * len(e.dlc.CORRECTIONS) + len(e.CENTRED) + 7
+    for path, rows in zip(fill_tables.FILES, (11, results), strict=True):
         cells, text = fill_tables.cells(path), path.read_text()
         missing = [begins for begins in cells if f"\n| {begins}" not in text]
         assert len(cells) == rows and not missing, missing
@@ -48,25 +52,119 @@ def test_the_readme_s_loop_learns(made_base, tmp_path, monkeypatch):
     assert sum(space["seen"][-5:]) > sum(space["seen"][:5]) + 0.5
 
 
+def test_the_share_of_drift_in_the_results():
+    said = ", ".join(f"{x:.0%}" for x in experiments.drift_shares())
+    assert f"`drift` is {said} of" in (ROOT / "notebooks" / "RESULTS.md").read_text()
+
+
+def made_up(how):
+    """Logs of the grid, of the bases and of `updates`, a run ending at what `how` says of its cell
+    and seed."""
+    e, base = experiments, [dict(cell=[i, "bf16"], sampled=0.1 + 0.02 * i) for i in range(2)]
+    logs = dict(bases=base)
+    for name in ("grid", "updates"):
+        logs[name] = jobs = [job for s in range(e.SEEDS) for job in e.SWEEPS[name](s)]
+        for job in jobs:
+            seed = job["config"]["seed"]
+            end = how(*job["cell"], seed) + 0.02 * (seed % 2) + 1e-3 * (seed // 2)
+            job |= dict.fromkeys(e.KEYS, end) | dict(curves={})
+    return lambda name: logs.get(name, [])
+
+
+def held(monkeypatch, how, *claims):
+    monkeypatch.setattr(experiments, "rows", made_up(how))
+    return [getattr(experiments, c)("")[0] for c in claims]
+
+
+def test_claims_of_the_grid_can_come_out_either_way(monkeypatch):
+    """On made-up runs: what the papers say, the opposite, and nothing at all."""
+    said = ("c2", "c3", "c3_short", "c6", "c6_updates", "c8")
+
+    def theirs(regime, c, seed):
+        if c in ("ppo_sampler", "ppo_anchor"):
+            return 0.02
+        return 0.2 if regime == "lag" and c in ("sc", "reinforce") or c == "sc" else 0.3
+
+    def opposite(regime, c, seed):
+        if c in ("sc", "reinforce") and regime != "discrepancy":
+            return 0.4
+        return 0.3 if c == "ppo_sampler" and regime == "discrepancy" else 0.05
+
+    assert held(monkeypatch, theirs, *said[:-1]) == [3, 3, 3, 1, 1]
+    assert held(monkeypatch, opposite, "c2", "c3", "c3_short") == [0, 0, 0]
+    same = lambda regime, c, seed: 0.3
+    assert held(monkeypatch, same, *said) == [2, 1, 2, 0, 0, 5]
+    jitter = lambda regime, c, seed: 0.3 + 0.08 * ((seed * 7 + len(c)) % 5 - 2)
+    assert held(monkeypatch, jitter, "c6", "c6_updates") == [0, 0]  # no reference is better
+    worse = lambda regime, c, seed: 0.3 - 0.04 * (c in ("dlc", "sc"))  # sc: dlc when synchronous
+    assert held(monkeypatch, worse, "c8") == [0]
+    within = lambda regime, c, seed: 0.3 - 0.02 * (c in ("dlc", "sc"))
+    assert held(monkeypatch, within, "c8") == [5]
+    unsure = lambda regime, c, seed: 0.3 - 0.02 * (c in ("dlc", "sc")) * (seed % 3)
+    assert held(monkeypatch, unsure, "c8") == [0]  # a mean within, but not the interval
+
+
+def test_pairs_are_of_one_seed(monkeypatch):
+    """Runs are logged as they end: their order in the log changes no paired interval."""
+    how = lambda regime, c, seed: 0.1 * (seed % 4) + 0.03 * (c == "is")
+    rows = made_up(how)
+    monkeypatch.setattr(experiments, "rows", lambda name: rows(name)[:: -1 if name else 1])
+    e = experiments
+    apart = e.less(e.cell("lag", "is"), e.cell("lag", "sc"))
+    assert max(abs(x - 0.03) for x in apart) < 1e-9 and len(apart) == e.SEEDS
+
+
+def test_intervals_and_shufflings():
+    """Student's t by scipy's numbers, and permutation tests that see a difference or none."""
+    e = experiments
+    for n, t in {2: 12.706, 8: 2.365, 9: 2.306, 16: 2.131}.items():
+        x = [float(i) for i in range(n)]
+        assert abs(e.interval(x)[1] - t * e.stdev(x) / n**0.5) < 1e-12
+    near, far = [0.1, 0.5, 0.3, 0.7], [0.11, 0.51, 0.31, 0.71]
+    assert e.shuffled([near, far], paired=False) > 0.5
+    eight = [i / 10 for i in range(8)]
+    above = [x + 0.01 for x in eight]
+    assert e.shuffled([eight, above], paired=True) < 0.05 < e.shuffled([eight, above], paired=False)
+    assert e.shuffled([eight, [x + 2 for x in eight]], paired=False) < 0.001
+
+
 def test_a_claim_can_fail(monkeypatch, capsys):
     """A lag that shrinks is no growing lag; a missing log is no verdict."""
-    runs = copy.deepcopy(experiments.rows("gaps"))  # they are read once and kept
+    e, runs = experiments, copy.deepcopy(experiments.rows("sums/gaps"))  # read once and kept
+    assert e.c1(e.SUMS)[0] >= 4
     for r in runs:
         r["curves"]["lag"] = r["curves"]["lag"][::-1]
-    monkeypatch.setattr(experiments, "rows", lambda name: runs)
-    assert experiments.c1()[0] == 0
-    monkeypatch.setattr(experiments, "rows", lambda name: [])
-    experiments.claims(None)
-    assert "C1 not run" in capsys.readouterr().out
+    monkeypatch.setattr(e, "rows", lambda name: runs)
+    assert e.c1(e.SUMS)[0] <= 2
+    monkeypatch.setattr(e, "rows", lambda name: [])
+    e.claims(None)
+    assert "C1: not run" in capsys.readouterr().out
 
 
-def test_every_run_of_the_sweeps_is_logged():
+def test_every_logged_run_is_one_that_its_command_makes():
     """Else the same command, said to run only what is missing, would run the rest again."""
-    parts = lambda job: [job.get(k) for k in ("cell", "config", "base", "teacher")]
+    parts = ("cell", "config", "base", "teacher")
+    key = lambda job: json.dumps([job.get(k) for k in parts], sort_keys=True)
     for name, jobs in experiments.SWEEPS.items():
-        logged = [parts(r) for r in experiments.rows(name)]
-        wanted = [parts(job) for seed in range(experiments.SEEDS) for job in jobs(seed)]
-        assert not [job for job in wanted if job not in logged], name
+        logged = [key(r) for r in experiments.rows(name)]
+        if logged:
+            made = {key(job) for seed in range(2 * experiments.SEEDS) for job in jobs(seed)}
+            assert len(set(logged)) == len(logged) and set(logged) <= made, name
+
+
+def test_every_sweep_makes_jobs_of_its_own(monkeypatch):
+    """No two jobs of a sweep are the same, every option is one, and every base one of tiny_base."""
+    recipes = [dict(cell=[pair, "recipe"], keep=["model.layers.0"]) for pair in experiments.SIZES]
+    monkeypatch.setattr(experiments, "rows", lambda name: recipes)
+    of = inspect.signature(experiments.dlc.tiny_base).parameters
+    for name, jobs in experiments.SWEEPS.items():
+        made = [job for seed in range(2) for job in jobs(seed)]
+        names = [json.dumps([j["cell"], j["config"]["seed"]]) for j in made]
+        assert made and len(set(names)) == len(names), name
+        for job in made:
+            module = experiments.opd if "teacher" in job else experiments.dlc
+            module.check(module.Config(device="cpu", **job["config"]))
+            assert {*job.get("base", {}), *job.get("teacher", {})} <= {*of}
 
 
 def test_a_job_of_each_kind_is_run_and_logged(tmp_path, monkeypatch):
