@@ -441,6 +441,8 @@ class TorchSampler:
             self.engine.base_model(self.probe, past_key_values=cache, use_cache=True)
             power = lambda x: 2.0 ** math.ceil(math.log2(max(float(x.abs().max()), 1e-30) / top))
             self.kv_scales = [(power(layer.keys), power(layer.values)) for layer in cache.layers]
+            if max(map(max, self.kv_scales)) > 128:  # beyond, NarrowKV.load's one multiply is inf
+                raise ValueError(f"kv {self.kv}: the probe's K or V is above {top * 128:g}")
 
     def _new_cache(self):
         """An empty KV cache; where the format is the copy's own dtype, the library's."""

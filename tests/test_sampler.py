@@ -569,3 +569,16 @@ def test_mismatch_is_the_hand_sum():
     assert mismatch(a, b, mask & False, p, q) == pytest.approx(none)
     same = none | dict(head_mass=1, tokens=n)
     assert mismatch(b, b, mask, q, q) == pytest.approx(same, abs=1e-12)
+
+
+@pytest.mark.parametrize("size, good", [(2.0**13, True), (2.0**24, False)])
+def test_keys_beyond_what_fp8_can_be_scaled_to_are_refused(size, good):
+    """A scale above 128 would make the bit trick of NarrowKV overflow: every response would go."""
+    model = tiny()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_norm.weight.fill_(size)
+    if good:
+        assert TorchSampler(model, "bf16", "fp8").sample([[1, 2, 3]], 4, seed=0).mask.any()
+    else:
+        with pytest.raises(ValueError, match="K or V is above"):
+            TorchSampler(model, "bf16", "fp8")

@@ -44,6 +44,8 @@ def asked(monkeypatch, weights, kv, keep=(), memory=None):
 
     monkeypatch.setattr(vllm, "LLM", start)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    monkeypatch.setattr(S.TorchSampler, "_load", lambda self: None)  # there is no card to hold
+    monkeypatch.setattr(S.VLLMSampler, "_gap", lambda self, *_: 0.0)  # or to draw from
     on_gpu._build()
     own = sum(p.nbytes for p in plan.stale.parameters()) / 2**30
     assert abs(found[0][0].gpu_memory_utilization - ((memory or 0.4) - own)) < 1e-9
