@@ -386,8 +386,7 @@ class TorchSampler:
         for name, m in modules.items() if self.narrow or self.noise else ():
             loose = any(p.dim() > 1 for p in m.parameters(recurse=False)) and name not in linear
             if loose and not isinstance(m, torch.nn.Embedding):
-                raise ValueError(f"{name}: has a matrix in no linear layer, as experts have; "
-                                 "narrow weights and noise do not cover it: use bf16")
+                raise ValueError(f"{name}: has a matrix in no linear layer, as experts; use bf16")
         self._build()
         self.sync(model, 0)
 
@@ -399,8 +398,7 @@ class TorchSampler:
             made = type(self.stale)._from_config(self.stale.config, dtype=self.dtype)
         for name, table in made.named_buffers():  # what is no weight, in the library's own dtype:
             if name not in self.stale.state_dict():  # rotary tables stay in float32
-                mine = self.engine.get_buffer(name)
-                mine.data = mine.to(table.dtype)
+                self.engine.get_buffer(name).data = self.engine.get_buffer(name).to(table.dtype)
         if self.engine.config.get_text_config()._attn_implementation == "sdpa":  # not its own
             self.engine.set_attn_implementation("grouped")
         for name in self.narrow:
