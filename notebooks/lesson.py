@@ -125,11 +125,11 @@ def measure_gaps(seeds=8, steps=65):
 def distilling(loss):
     """The run that notebook 5 calibrates: opd.py's own pair, half of its batch."""
     return opd.Config(loss=loss, lr=2.5e-4, steps=100, prompts=16, group_size=4, seeds=3,
-                      levels="0,0.1,0.2,0.4,0.8,1.6")
+                      levels="0,0.025,0.05,0.1,0.2,0.4,0.8,1.6")
 
 
 def measure_budget():
-    """opd.calibrate for two losses, 19 runs each; 14 seconds a run on an idle core."""
+    """opd.calibrate for two losses, 25 runs each; 14 seconds a run on an idle core."""
     out, folder = dict(command="python notebooks/lesson.py budget"), HERE.parent / "runs" / "lesson"
     for loss in ("full", "sampled"):
         how = dict(out=str(folder / loss), budget=str(folder / f"{loss}.json"))
