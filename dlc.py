@@ -404,6 +404,7 @@ def check(cfg):
         (cfg.group_size > 1, f"--group-size {cfg.group_size}: one response has no advantage"),
         (batch % max(1, cfg.minibatches) == 0,
          f"--minibatches {cfg.minibatches}: must divide the batch, {batch} responses"),
+        (0 < cfg.lr < inf, f"--lr {cfg.lr}: must be above 0"),
         (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
         (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
         (cfg.lag <= cfg.async_ or cfg.sync_every or cfg.sync_ess,
