@@ -35,4 +35,4 @@ def made_base(tmp_path_factory):
 @pytest.fixture(scope="session")
 def quick_base(made_base):
     """Two steps: it answers nothing, and is made in a second."""
-    return made_base(2)
+    return made_base(2, digits=3)

@@ -16,9 +16,9 @@ import dlc
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = """correction weights kv keep-bf16 noise sync-every sync-ess lag async ess-level model
-    base data steps prompts group-size minibatches micro-batch lr optimizer dtype scale-advantage
-    clip cap sampler sampler-memory head-k max-new-tokens seed device out resume save-every
-    eval-every bias""".split()
+    base data digits reward steps prompts group-size minibatches micro-batch lr optimizer dtype
+    scale-advantage clip cap sampler sampler-memory head-k max-new-tokens seed device out resume
+    save-every eval-rows eval-every bias""".split()
 GOOD = [json.dumps(dict(prompt=f"{i}+1=", answer=str(i + 1))) for i in range(4)]
 FILES = dict(
     broken='{"prompt": "1', missing='{"prompt": "1+1="}', array='["1+1=", "2"]', few=GOOD[0],
@@ -45,7 +45,7 @@ def cli(quick_base, tmp_path, monkeypatch, capsys):
         return code or 0, *capsys.readouterr()
 
     run.bases = []
-    monkeypatch.setattr(dlc, "tiny_base", lambda: run.bases.append(1) or quick_base)
+    monkeypatch.setattr(dlc, "tiny_base", lambda **_: run.bases.append(1) or quick_base)
     return run
 
 
@@ -62,8 +62,9 @@ def test_help_names_every_option_with_its_default(tmp_path, monkeypatch):
     assert all(f" --{option} " in text for option in OPTIONS)
     small, large = dlc.check(dlc.Config()), dlc.check(dlc.Config(model="x"))
     for f in dataclasses.fields(dlc.Config):
-        if f.name in ("steps", "prompts", "lr", "max_new_tokens", "save_every"):
+        if f.name in ("steps", "prompts", "lr", "max_new_tokens", "save_every", "eval_rows"):
             a, b = getattr(small, f.name), getattr(large, f.name)
+            a = "digits + 1" if f.name == "max_new_tokens" else a
             assert f"(default: {a}; {b} with --model)" in text
         elif f.default not in (None, "", False):
             assert f"(default: {f.default})" in text, f.name
@@ -105,7 +106,7 @@ def test_a_word_that_is_no_option_or_choice(cli, command):
 
 @pytest.mark.parametrize("command, words", [
     ("--keep-bf16 model.layers.9", "keep_bf16 model.layers.9 model.layers.0"),
-    ("--data few", "--prompts 32"), ("--data nothing", "--data nothing"),
+    ("--data few", "--prompts 16"), ("--data nothing", "--data nothing"),
     ("--prompts 9999", "--prompts 9999")])  # fmt: skip
 def test_what_only_the_model_and_the_data_tell(cli, command, words):
     code, out, err = cli(command)
@@ -124,13 +125,14 @@ def test_a_refusal_as_a_process(tmp_path):
 
 def test_a_run_prints_columns_table_and_result(cli):
     for i in (1, 2):  # a second run never touches the first
-        code, out, err = cli("--steps 1 --prompts 2 --group-size 2")
+        code, out, err = cli("--steps 1 --prompts 2 --group-size 2 --digits 3 --eval-rows 9")
         assert code == 0 and Path(f"runs/dlc-dlc-{i}/state.pt").is_file()
     rows = [x.split() for x in out.splitlines()]
     names = "step version reward discrepancy lag".split()
     header = next(i for i, x in enumerate(rows) if x[:5] == names)
     assert rows[header + 1][:2] == ["0", "0"] and len(rows[header + 1]) == len(rows[header])
-    assert re.search(r"before +after\n.*\d\.\d{3} +\d\.\d{3}\n.*\d\.\d{3} +\d\.\d{3}\nRESULT", out)
+    assert re.search(r"before +after\n.*\d\.\d{3} +\d\.\d{3}\n.*\d\.\d{3} +\d\.\d{3}\n"
+                     r"(\{'prompt': '\d{3}=', .*\}\n){3}RESULT", out)
     result = json.loads(out.splitlines()[-1].removeprefix("RESULT "))
     assert {"accuracy_base", "accuracy", "accuracy_sampler_base", "accuracy_sampler"} <= set(result)
     code, _, err = cli("--resume runs/dlc-dlc-2 --lag 1 --steps 2")
@@ -147,14 +149,15 @@ def test_a_run_prints_columns_table_and_result(cli):
     ids="no-last-newline bom crlf extra-field line-separator".split())  # fmt: skip
 def test_data_of_ones_own(cli, monkeypatch, text):
     """U+2028 may stand inside a JSON string: only a newline ends a line of JSONL."""
-    partial = set()  # no partial credit outside the tiny task
-    monkeypatch.setattr(dlc, "reward", lambda *args: partial.add(args[-1]) or 0.0)
+    seen = []
+    monkeypatch.setattr(dlc, "reward_of", lambda _: lambda *args: seen.append(args[1]) or 0.0)
     Path("my.jsonl").write_bytes(text.encode())
     code, _, err = cli("--steps 1 --prompts 2 --group-size 2 --data my.jsonl --out mine")
-    assert code == 0 and partial == {False}, err
+    assert code == 0, err
     shown = json.loads(Path("mine/metrics.jsonl").read_text())["sample"]
     lines = [json.loads(x) for x in text.removeprefix("\ufeff").split("\n") if x.strip()]
     assert (shown["prompt"], shown["answer"]) in [(x["prompt"], x["answer"]) for x in lines]
+    assert all({k: v for k, v in row.items() if k != "ids"} in lines for row in seen)
 
 
 def test_bias_prints_every_correction(cli):

@@ -14,12 +14,13 @@ import dlc
 import opd
 
 INF, NAN = float("inf"), float("nan")
-ARGV = "--prompts 3 --group-size 2 --steps 3 --save-every 1 --out run --lr 1e-3".split()
+ARGV = """--digits 3 --eval-rows 9 --prompts 3 --group-size 2 --steps 3 --save-every 1 --out run
+    --lr 1e-3""".split()
 
 
 @pytest.fixture(scope="module")
 def bases(made_base):
-    return made_base(2), made_base(4)
+    return made_base(2, digits=3), made_base(4, digits=3)
 
 
 @pytest.fixture(params=["dlc", "opd"])
@@ -27,10 +28,10 @@ def script(request, bases, tmp_path, monkeypatch):
     """script(*argv, hook=None) -> (status, rows of metrics.jsonl, weights); hook(step, rollout)
     spoils a batch."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dlc, "accuracy", lambda *_: 0.0)
+    monkeypatch.setattr(dlc, "accuracy", lambda *_: (0.0, []))
     monkeypatch.setattr(dlc, "figure", lambda rows, path, _: path.touch())
-    monkeypatch.setattr(dlc, "tiny_base", lambda: bases[0])
-    monkeypatch.setattr(opd, "tiny_base", lambda steps=0: bases[bool(steps)])
+    monkeypatch.setattr(dlc, "tiny_base", lambda **_: bases[0])
+    monkeypatch.setattr(opd, "tiny_base", lambda steps=0, **_: bases[bool(steps)])
     finish, module = dlc.TorchSampler._finish, dict(dlc=dlc, opd=opd)[request.param]
 
     def run(*argv, hook=None):
@@ -109,7 +110,7 @@ def test_a_token_that_the_trainer_rules_out(script, monkeypatch):
     for module in (dlc, opd):
         tested = module.__name__ == script.name
         monkeypatch.setattr(module, "token_logps", none if tested else score)
-    monkeypatch.setattr(dlc, "reward", lambda text, *_: float(sum(map(ord, text)) % 7))
+    monkeypatch.setattr(dlc, "reward_of", lambda _: lambda text, *_: sum(map(ord, text)) % 7)
     extra = ["--correction", "dlc_tis"] + ["--loss", "sampled"] * (script.name == "opd")
     status, rows, _ = script("--steps", "2", *extra)
     assert status == 0 and rows[0]["lag_max_abs"] > 50 and not any(r["skipped"] for r in rows)
@@ -170,7 +171,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(script, monkeypatc
 
 
 def test_weights_that_explode_end_the_run_with_the_last_good_state(script, capsys, monkeypatch):
-    monkeypatch.setattr(dlc, "reward", lambda text, *_: float(sum(map(ord, text)) % 7))
+    monkeypatch.setattr(dlc, "reward_of", lambda _: lambda text, *_: sum(map(ord, text)) % 7)
     status, rows, _ = script("--optimizer", "sgd", "--lr", "1e38")
     err = capsys.readouterr().err.splitlines()[-1]
     assert status == 2 and "--lr" in err and "make it smaller" in err
@@ -179,8 +180,9 @@ def test_weights_that_explode_end_the_run_with_the_last_good_state(script, capsy
         assert all(w.isfinite().all() for w in weights.values())
 
 
-def test_the_same_seed_gives_the_same_numbers_bit_for_bit(script):
+def test_the_same_seed_gives_the_same_numbers_bit_for_bit(script, monkeypatch):
     """Whatever other random numbers were drawn in the process; and another seed gives others."""
+    monkeypatch.setattr(dlc, "reward_of", lambda _: lambda text, *_: sum(map(ord, text)) % 7)
     seen = []
     for out, seed in (("a", "5"), ("b", "5"), ("c", "6")):
         torch.manual_seed(len(seen)), torch.rand(len(seen) + 1)
