@@ -4,15 +4,13 @@
     python notebooks/experiments.py bases            # what the bases earn; a minute
     python notebooks/experiments.py probes           # mismatch before training; minutes
     python notebooks/experiments.py overlap          # by the clock: on an idle machine
-    python notebooks/experiments.py table            # the grid cell by cell; where centring pays
     python notebooks/experiments.py claims           # C1 ... C8 and O1 ... O9 from the logs
-    python notebooks/experiments.py figures          # notebooks/figures/ from the same logs
+    python notebooks/report.py                       # tables and figures from the logs
 
 Every finished run is one line of notebooks/data/NAME.jsonl, appended at once; a second call runs
-only what is missing. A run takes one core and most often less than half a minute. Regimes and
-criteria were written before the runs they judge. Logs under data/sums/ are of the earlier default
-task, sums of four tokens, made by this file and dlc.py at commit 3a3b4bc; a claim is read there
-until its sweep on the present task has ended, and says so.
+only what is missing. A run takes one core and most often less than half a minute. Logs under
+data/sums/ are of the earlier default task, sums of four tokens, made by this file and dlc.py at
+commit 3a3b4bc; a claim is read there until its sweep on the present task has ended, and says so.
 """
 
 import argparse
@@ -32,7 +30,6 @@ from pathlib import Path
 from statistics import StatisticsError, fmean, median, stdev
 
 import torch
-from matplotlib import pyplot as plt
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +38,7 @@ import dlc  # noqa: E402
 import opd  # noqa: E402
 from sampler import TorchSampler, mismatch  # noqa: E402
 
-DATA, FIGURES = HERE / "data", HERE / "figures"
+DATA = HERE / "data"
 SEEDS = 8  # a claim from fewer is no claim
 
 # The tiny task's stand-ins for the papers' regimes: int3 plays the part of FP8 in a large model.
@@ -193,10 +190,6 @@ def grid(seed, **more):
         yield rl([f"{regime}, ESS rule", c], c, seed,
                  **REGIMES[regime] | dict(sync_every=None, sync_ess=0.5), **more)
 
-def doubled(seed):
-    """The grid at twice the rate; 4 seeds."""
-    return grid(seed, lr=2 * RATE)
-
 def updates(seed):
     """C3 with a short lag; C6 with four updates a batch, where the anchor is not REINFORCE."""
     for c in ("is", "sc"):
@@ -219,15 +212,11 @@ def rules_of(models, seed):
             thin = 1 if rule == "never" else 8
             yield rl([model, rule], "dlc", seed, 96, thin, base, **how, **sync)
 
-def rules(seed):
+def resync(seed):
     """C7 by size; the crossing at twice the rate too."""
     yield from rules_of(SIZES, seed)
     yield rl(["twice the rate", "never", "tis"], "tis", seed, 40, 1, lr=2 * RATE, weights="fp8",
              kv="bf16", sync_every=0)
-
-def lengths(seed):
-    """C7 by length."""
-    return rules_of(LENGTHS, seed)
 
 def centring(seed):
     """Does centring pay?"""
@@ -260,7 +249,7 @@ def recipe(of, pair):
     """That of opd.py: the fewest modules that bring uniform FP8 to half of its mismatch."""
     return FP8 | dict(keep_bf16=",".join(probed(of, pair, "recipe")["keep"]))
 
-def distillation(seed):
+def opd_runs(seed):
     """O1-O3, O7, O8: noise levels, the admission configurations, recipes; over three pairs."""
     if seed == 0:
         yield distil("3x64", "sampled", 0, NEVER, 33, 1)
@@ -340,6 +329,7 @@ CLOCK = {"sync bf16, 1 thread": (1, BF16 | SYNC), "sync bf16, 2 threads": (2, BF
          "sync fp8, 1 thread": (1, FP8 | SYNC), "sync fp8, 2 threads": (2, FP8 | SYNC),
          "async fp8, lag 1": (2, FP8 | dict(async_=True, lag=1))}
 CLOCK |= {f"async bf16, lag {D}": (2, BF16 | dict(async_=True, lag=D)) for D in (1, 2, 4, 8)}
+BETTER = list(CLOCK)[:2]  # of these the better one
 TASKS = {"opd": list(CLOCK), "rl": [n for n in CLOCK if n[-1] not in "248"]}
 
 def timed(task, name, config):
@@ -369,8 +359,7 @@ def overlap(seeds):
         if [task, name, seed] not in done:
             append("overlap", timed(task, name, of[task] | dict(steps=100, seed=seed)))
 
-# --------------------------------------------------------------------------------------------------
-# Statistics: over seeds, paired by seed (and so by base) wherever one is said to be above another.
+# ---- Statistics: paired by seed, and so by base, wherever one is said to be above another. -------
 
 def interval(x):
     """Mean and half-width of the 95 % interval (Student's t; above 16 values a little wide)."""
@@ -410,12 +399,6 @@ def shuffled(groups, paired):
         drawn = drawn.view(-1, *x.shape)
     return (1 + int((apart(drawn) >= apart(x) - 1e-12).sum())) / 10_001
 
-def slope(x):
-    """Least-squares slope of a list against its index."""
-    i, y = torch.arange(len(x)).double(), torch.tensor(x).double()
-    i = i - i.mean()
-    return float((i * (y - y.mean())).sum() / i.square().sum())
-
 def cell(regime, correction, key="sampled", name="grid", least=SEEDS):
     """A cell of the grid; for a cell equal by identity, its run's values."""
     return values(name, (regime, SAME.get(regime, {}).get(correction, correction)), key, least)
@@ -424,22 +407,16 @@ def base(seed=0, key="sampled", fmt="bf16"):
     """What a base earns before training."""
     return values("bases", (seed, fmt), key, 1)[0]
 
-def gains(name, cell):
-    """What each run's model earns more than its own base."""
-    return [r["sampled"] - base(r["base"]["seed"]) for r in runs(name, cell)]
+def gained(regime, correction, name="grid"):
+    """What each run's model of a cell earns more than its own base."""
+    starts = [r["base"]["seed"] for r in runs(name, (regime, correction))]
+    return less(cell(regime, correction, name=name), map(base, starts))
 
-def gained(regime, correction):
-    return gains("grid", (regime, SAME.get(regime, {}).get(correction, correction)))
-
-def learns(x):
-    """Of gains."""
-    return low(x) > 0
-
-# --------------------------------------------------------------------------------------------------
-# The claims. Each returns how many of its criteria hold (None: not shown), how many there are, and
-# lines of what was measured. The criteria are those of its docstring, written before the runs.
-# `of`: where its logs lie, "" or SUMS. "Ends" is the mean reward of sampled held-out answers of the
-# trainer's model; on the sums, greedy accuracy. "Above" and "below" are paired 95 % intervals.
+# ---- The claims. ---------------------------------------------------------------------------------
+# Each returns how many of its criteria hold (None: not shown), how many there are, and lines of
+# what was measured. The criteria are those of its docstring, written before the runs. `of`: where
+# its logs lie, "" or SUMS. "Ends": the mean reward of sampled held-out answers of the trainer's
+# model; on the sums, greedy accuracy. "Above" and "below": by paired 95 % intervals.
 
 def c1(of):
     """Within a phase between syncs, by steps since the sync, the mean over phases: in the phase's
@@ -470,7 +447,7 @@ def c2(of):
     """Quantised and synchronous: `sc` ends above its base, `is` does, and PPO clipped against q,
     the one reference that is then not REINFORCE by identity, ends below its base."""
     found = {c: gained("discrepancy", c) for c in ("sc", "is", "ppo_sampler")}
-    good = learns(found["sc"]) + learns(found["is"]) + (high(found["ppo_sampler"]) < 0)
+    good = (low(found["sc"]) > 0) + (low(found["is"]) > 0) + (high(found["ppo_sampler"]) < 0)
     names = ("sc", "is", "tis", "reinforce", "ppo_sampler")
     ends, copy = ({c: cell("discrepancy", c, key) for c in names} for key in KEYS[:2])
     return good, 3, [f"over the base: {listed(found, sign='+')}", f"ends: {listed(ends)}",
@@ -483,19 +460,16 @@ def c3(of):
     found = {c: cell("lag", c) for c in names}
     apart = {"is - sc": less(found["is"], found["sc"]),
              "ppo_stale - reinforce": less(found["ppo_stale"], found["reinforce"])}
-    good = learns(gained("lag", "ppo_stale")) + sum(low(x) > 0 for x in apart.values())
+    good = (low(gained("lag", "ppo_stale")) > 0) + sum(low(x) > 0 for x in apart.values())
     return good, 3, [listed(found), listed(apart, sign="+")]
 
 def c3_short(of):
     """IS learns in both regimes while the lag is short: `is` ends above its base with a sync every
     4 steps, and above `sc`; and under the discrepancy alone."""
-    if of:
-        raise FileNotFoundError("on the sums C3 had rates of its own")
     found = {c: values("updates", ("short lag", c)) for c in ("is", "sc")}
     apart = less(found["is"], found["sc"])
-    good = learns(gains("updates", ("short lag", "is"))) + (low(apart) > 0)
-    good += learns(gained("discrepancy", "is"))
-    return good, 3, [f"{listed(found)}; is - sc {pm(apart, sign='+')}"]
+    alone = gained("short lag", "is", "updates"), apart, gained("discrepancy", "is")
+    return sum(low(x) > 0 for x in alone), 3, [f"{listed(found)}; is - sc {pm(apart, sign='+')}"]
 
 def crossing(name, cell, key="ess"):
     """The first step at which the ESS is below one half, for each seed; one past the last step if
@@ -510,12 +484,10 @@ def c4(of):
     name, first = of + "gaps", crossing(of + "gaps", ("fp8", 0, "tis"))
     cost = {c: less(values(name, ["fp8", 0, *more]), values(name, ["fp8", 1, *more]))
             for c, more in dict(tis=["tis"], dlc=[]).items()}
-    grown = [fmean(c["cap_share"][-16:]) for c in values(name, ("fp8", 0, "tis"), "curves")]
     good = (sum(x < 65 for x in first) > len(first) / 2) + (high(cost["tis"]) < 0)
     good += high(less(cost["tis"], cost["dlc"])) < 0
     return good, 3, [f"ESS over responses below 1/2 at steps {first}",
-                     f"no sync instead of one every step: {listed(cost, sign='+')}",
-                     f"share of tokens above the cap at the end {pm(grown, 3)}"]
+                     f"no sync instead of one every step: {listed(cost, sign='+')}"]
 
 def random_gap(scale, seed=1, T=3):
     """(p, q, rewards) on V = 4: logits from a normal, and q's `scale` normals away."""
@@ -535,7 +507,7 @@ def c5(of):
     heads = [size("drift", "sc", head_k=k) for k in (4, 3, 2, 1)]
     wide = [size("token", "sc", gap) for gap in (0.1, 0.3, 1.0)]
     good = (drift["sc"] < 1e-14) + (token["sc"] > 1e-6 and apart < 1e-14)
-    good += token["is"] < 1e-14 and drift["is"] < 1e-14
+    good += max(token["is"], drift["is"]) < 1e-14
     good += heads == sorted(heads) and wide == sorted(wide)
     show = lambda x: f"{x:.1e}" if x > 1e-14 else "0"
     return good, 4, ["; ".join(f"{c}: token {show(token[c])} drift {show(drift[c])}"
@@ -552,8 +524,6 @@ def c6(of):
 
 def c6_updates(of):
     """The same with four updates a batch."""
-    if of:
-        raise FileNotFoundError("on the sums C6 had rates of its own")
     found = {c: values("updates", ("both, 4 updates", c)) for c in PPO}
     p = shuffled(found.values(), paired=True)
     return int(p < 0.05), 1, [f"{listed(found)}; p = {p:.4f}"]
@@ -573,9 +543,8 @@ def c7(of):
     (the sizes' means lie further apart than in 95 % of shufflings over all runs); in each size the
     first token alone crosses later than the whole response; and no fixed interval serves every
     size: each is late or wasteful (`against_rule`) in at least one and better in none."""
-    name = of + ("resync" if of else "rules")
+    name, later = of + "resync", 0
     cross, said, words = {s: crossing(name, (s, "never", "tis")) for s in SIZES}, [], {}
-    later = 0
     for size in SIZES:
         curves = values(name, (size, "never", "tis"), "curves")[0]
         by = {k: crossing(name, (size, "never", "tis"), k) for k in curves if k[4:].isdigit()}
@@ -605,18 +574,17 @@ def c7_length(of):
     further apart than in 95 % of shufflings over all runs; and length moves the crossing (largest
     mean over smallest) more than size and rate do."""
     by = {T: crossing("lengths", (T, "never", "tis")) for T in LENGTHS}
-    sizes = {s: crossing("rules", (s, "never", "tis")) for s in SIZES}
-    rates = [sizes["3x64"], crossing("rules", ("twice the rate", "never", "tis"))]
+    sizes = {s: crossing("resync", (s, "never", "tis")) for s in SIZES}
+    rates = [sizes["3x64"], crossing("resync", ("twice the rate", "never", "tis"))]
     ratio = lambda groups: max(map(fmean, groups)) / max(1, min(map(fmean, groups)))
     p, means = shuffled(by.values(), paired=False), [fmean(x) for x in by.values()]
     moved = {k: ratio(v) for k, v in dict(length=by.values(), size=sizes.values(),
                                           rate=rates).items()}
-    good = (p < 0.05 and means == sorted(means, reverse=True)) + (max(moved, key=moved.get) ==
-                                                                  "length")
-    words = {}
-    return good, 2, [f"{listed(by, 1)}; p = {p:.4f}", "largest over smallest mean: " + ", ".join(
-        f"{k} {v:.1f}" for k, v in moved.items())] + [
-        rules_line("lengths", T, words) for T in LENGTHS]
+    good = p < 0.05 and means == sorted(means, reverse=True)
+    said = [f"{listed(by, 1)}; p = {p:.4f}", "largest over smallest mean: " + ", ".join(
+        f"{k} {v:.1f}" for k, v in moved.items())]
+    said += [rules_line("lengths", T, {}) for T in LENGTHS]
+    return good + (max(moved, key=moved.get) == "length"), 2, said
 
 def c8(of):
     """DLC holds: under discrepancy, under lag and under both, with a sync every 16 steps in the
@@ -632,13 +600,12 @@ def c8(of):
     return good, 5, said
 
 def quality(of, pair, loss, how, key="sampled"):
-    return values(of + ("opd" if of else "distillation"), (pair, loss, label(how)), key)
+    return values(of + "opd", (pair, loss, label(how)), key)
 
 def kl_of(of, pair, how):
     """Mismatch before training: the probe of formats and noise, and the lag's share, the worst on
     the way, from the clean run's curve."""
-    name = of + ("opd" if of else "distillation")
-    lag = runs(name, ("3x64", "sampled", label(NEVER)), 1)[0]["curves"]["lag"]
+    lag = runs(of + "opd", ("3x64", "sampled", label(NEVER)), 1)[0]["curves"]["lag"]
     numerics = {k: v for k, v in how.items() if k != "lag"}
     return probed(of, pair, label(numerics))["kl"] + max(lag[: how.get("lag", 0) + 1])
 
@@ -650,9 +617,8 @@ def noise_curve(of, loss):
 
 def start_of(of, pair):
     """What a pair's student earns before training."""
-    if of:
-        return quality(of, pair, "sampled", clean(), "accuracy_base")[0]
-    return base(pair)
+    greedy = quality(of, pair, "sampled", clean(), "accuracy_base")[0]
+    return greedy if of else base(pair)
 
 def o1(of):
     """One scale: over the formats, KV formats, lags and mixtures, the mismatch before training
@@ -688,9 +654,9 @@ def o3(of):
     mismatch, the largest that noise reached in all three, the share of the clean run's gain that is
     kept (between two levels on a straight line) lies further apart than in 95 % of shufflings over
     all runs."""
-    name, start, noise = of + ("opd" if of else "distillation"), {}, {}
+    start, noise = {}, {}
     for pair in SIZES:
-        logged = {r["cell"][2] for r in rows(name) if r["cell"][:2] == [pair, "sampled"]}
+        logged = {r["cell"][2] for r in rows(of + "opd") if r["cell"][:2] == [pair, "sampled"]}
         noise[pair] = [(probed(of, pair, label(clean(n)))["kl"], n) for n in LEVELS
                        if label(clean(n)) in logged]
         start[pair] = start_of(of, pair)
@@ -785,10 +751,8 @@ def o6(of):
     good += all(low(less(b, a)) > 0 for a, b in zip(kls, kls[1:]))
     errors = ", ".join(f"{k} {e[k]:.3f}" for k in ("full", "is", "tis", "reinforce"))
     grown = ", ".join(f"{n}: {pm(x, 3)}" for n, x in zip(LEVELS, kls))
-    wide = ", ".join(f"{gap} {prefix_errors(gap)['full']:.3f}" for gap in (0.1, 0.3, 1.0))
     return good, 5, [f"relative error of the gradient under q: {errors}, full with prefix weights "
-                     f"{e['weighted']:.0e}", f"sequence KL at noise {grown}",
-                     f"error of full at a gap of {wide}"]
+                     f"{e['weighted']:.0e}", f"sequence KL at noise {grown}"]
 
 def o7(of):
     """Admission against the truth, `sampled`, on the committed configurations: good is a mean
@@ -818,8 +782,7 @@ def o8(of):
     return good, 3, said
 
 def o8_capacity(of):
-    """1.93 times the tokens of KV cache with one of 28 layers' KV kept in BF16, by weighing one
-    token's tensors."""
+    """1.93 times the tokens of KV cache, one of 28 layers' KV in BF16, by weighing a token's."""
     times = opd.capacity(opd.Config(capacity=16))[-1][-1]
     return int(times >= 1.93), 1, [f"{times:.2f}x"]
 
@@ -840,11 +803,10 @@ def speed_up(of, task, fmt):
 def sooner(of, task, name, than):
     """log of (seconds of `than` / seconds of `name`) to 90 % of the gain of the synchronous BF16
     runs, a seed each; and that accuracy."""
-    wide = [f"sync bf16, {n} thread" + "s" * (n > 1) for n in (1, 2)]
-    start = clocked(of, task, wide[0], "accuracy_base")[0]
-    end = fmean(x for n in wide for x in clocked(of, task, n, "accuracy"))
+    start = clocked(of, task, BETTER[0], "accuracy_base")[0]
+    end = fmean(x for n in BETTER for x in clocked(of, task, n, "accuracy"))
     target = start + 0.9 * (end - start)
-    times = {n: [reached(x, target) for x in clocked(of, task, n)] for n in {name, *than, *wide}}
+    times = {n: [reached(x, target) for x in clocked(of, task, n)] for n in {name, *than}}
     best = min(than, key=lambda n: fmean(times[n]))
     return [math.log(a / b) for a, b in zip(times[best], times[name])], target
 
@@ -852,8 +814,6 @@ def times_sooner(logs):
     """Geometric mean with its interval, and the mean of the ratios."""
     mid, lo, hi = (math.exp(x) for x in (interval(logs)[0], low(logs), high(logs)))
     return f"{mid:.2f} ({lo:.2f} to {hi:.2f}; mean {fmean(map(math.exp, logs)):.2f})"
-
-BETTER = ("sync bf16, 1 thread", "sync bf16, 2 threads")
 
 def o9(of):
     """Overlap, in distillation (`full`): asynchronous FP8 reaches the accuracy (90 % of the gain of
@@ -917,209 +877,11 @@ def claims(_):
     for name, word, lines in verdicts():
         print(f"{name}: {word}\n   " + "\n   ".join(lines))
 
-# ---- Tables: (how a row begins, its cells). ------------------------------------------------------
-
-def or_not(make):
-    """What `make` says, or that its runs are missing."""
-    try:
-        return make()
-    except (FileNotFoundError, StatisticsError):
-        return "not run"
-
-def grid_table():
-    """Every correction, sampled and greedy, at both rates: π; q in each regime."""
-    said = dict(sampled="sampled", accuracy="greedy")
-    for (name, rate, least), key in product((("grid", "1e-4", 8), ("doubled", "2e-4", 4)), said):
-        copy = key + ("_q" if key == "sampled" else "_sampler")
-        for c in dlc.CORRECTIONS:
-            yield f"`{c}`, {said[key]}, {rate}", [
-                or_not(lambda g=g: "; ".join(pm(cell(g, c, k, name, least)) for k in (key, copy)))
-                for g in REGIMES]
-
-def centring_table():
-    """Where centring pays: its mean discrepancy, both ends, and the paired difference on π and q
-    with its word; then the share of `drift` in REINFORCE's bias by length, exactly."""
-    for name, (centred, plain, _) in CENTRED.items():
-        at = lambda c, key: values("centring", (name, c), key)
-
-        def row(name=name, centred=centred, plain=plain, at=at):
-            gap = fmean(fmean(x["discrepancy"]) for x in at(centred, "curves"))
-            apart = {k: less(at(centred, k), at(plain, k)) for k in KEYS[:2]}
-            pays = [(low(x) > 0) - (high(x) < 0) for x in apart.values()]
-            words = ["pays" if x > 0 else "costs" if x else "no difference shown" for x in pays]
-            return [f"{gap:.3f}", *(f"{c} {pm(at(c, 'sampled'))}" for c in (centred, plain)),
-                    *(f"{pm(x, sign='+')}, {w}" for x, w in zip(apart.values(), words))]
-
-        found = or_not(row)
-        yield f"centring, {name}", [found] * 5 if isinstance(found, str) else found
-
-def drift_shares():
-    """At an equal gap a token, the share of `drift` in the bias of REINFORCE, rewards centred, as a
-    signed projection on the bias, at T = 2 ... 7; the mean of 4 tables."""
-    shares = []
-    for T in range(2, 8):
-        found = []
-        for seed in range(4):
-            p, q, rewards = random_gap(0.3, seed, T)
-            prob = sum(x.log_softmax(-1).view(x.shape + (1,) * (T - x.dim())) for x in q).exp()
-            out = dlc.exact_bias("reinforce", p, q, rewards - (prob * rewards).sum())
-            bias = out["estimate"] - out["true"]
-            found.append(float(out["drift"] @ bias / bias.square().sum()))
-        shares.append(fmean(found))
-    return shares
-
-def table(_):
-    for begins, cells in [*grid_table(), *centring_table()]:
-        print(" | ".join(["", begins, *cells, ""]).strip())
-    print("share of drift at T = 2 ... 7:", ", ".join(f"{x:.0%}" for x in drift_shares()))
-
-# ---- The figures: q is red, π blue. --------------------------------------------------------------
-
-def save(fig, name):
-    dlc.write(FIGURES / name, lambda new: fig.savefig(new, dpi=110, format="png"))
-    plt.close(fig)
-
-def band(ax, curves, style, name):
-    """Mean over seeds and its 95 % interval, step by step."""
-    mid = [interval(x) for x in zip(*curves)]
-    ax.plot([m for m, _ in mid], style, label=name)
-    ax.fill_between(range(len(mid)), [max(m - h, 1e-5) for m, h in mid],
-                    [m + h for m, h in mid], color=style[:2], alpha=0.2, lw=0)
-
-def compare_figure(of):
-    if of:
-        raise FileNotFoundError("the sums' grid had several rates")
-    names, copies = list(dlc.CORRECTIONS), (
-        ("sampled", "C0o", "trainer's model, π", 0.12),
-        ("sampled_q", "C3x", "its quantised copy, q", -0.12))
-    fig, axes = plt.subplots(1, 4, sharey=True, sharex=True, figsize=(12, 4), layout="constrained")
-    for ax, (regime, how) in zip(axes, REGIMES.items()):
-        for (key, style, name, up), (i, c) in product(copies, enumerate(names)):
-            mean, half = interval(cell(regime, c, key))
-            ax.errorbar(mean, i + up, xerr=half, fmt=style, ms=5, capsize=2,
-                        label=name if i == 0 else None)
-        ax.axvline(fmean(map(base, range(2))), color="0.5", ls=":", label="before training")
-        ax.set(title=f"{regime}: {how['weights']}, sync every {how['sync_every']}",
-               xlabel="mean reward, held out")
-        ax.set_yticks(range(len(names)), names)
-        ax.grid(axis="y", color="0.9")
-    axes[0].invert_yaxis()
-    axes[0].legend(fontsize=8)
-    save(fig, "compare.png")
-
-def gaps_figure(of):
-    every = max((r["cell"][1] for r in rows(of + "gaps")), default=0)
-    fig, axes = plt.subplots(2, 3, sharex=True, sharey=True, figsize=(10, 5), layout="constrained")
-    for ax, (fmt, sync) in zip(axes.flat, product(("fp8", "int3"), (1, every, 0))):
-        curves = values(of + "gaps", (fmt, sync, "tis"), "curves")
-        band(ax, [c["discrepancy"] for c in curves], "C3-", "discrepancy, KL(q || π_stale)")
-        band(ax, [c["lag"] for c in curves], "C0--", "lag, KL(π_stale || π)")
-        ax.set(title=f"{fmt}, sync {f'every {sync}' if sync else 'never'}", yscale="log",
-               ylim=(1e-4, 2), xlabel="step" * (fmt == "int3"), ylabel="nats a token" * (sync == 1))
-    axes[0, 0].legend(fontsize=8)
-    save(fig, "gaps.png")
-
-def resync_figure(of):
-    name = of + ("resync" if of else "rules")
-    logged = {r["cell"][1] for r in rows(name) if len(r["cell"]) == 2}
-    fig, axes = plt.subplots(2, 3, sharey="row", sharex="row", figsize=(10, 6),
-                             layout="constrained")
-    for (top, bottom), size in zip(axes.T, SIZES):
-        never = values(name, (size, "never", "tis"), "curves")
-        band(top, [c["ess"] for c in never], "C0-", "over responses")
-        band(top, [c["ess_token"] for c in never], "C2--", "over tokens")
-        top.axhline(0.5, color="0.5", ls=":")
-        top.set(title=f"{size}, no sync, no clip", xlabel="steps since the sync", ylim=(0, 1.02))
-        for rule in [r for r in RULES if r in logged]:
-            (x, dx), (y, dy) = (interval(values(name, (size, rule), key))
-                                for key in ("syncs", "sampled"))
-            bottom.errorbar(x, y, dy, dx, fmt="C0o" if "e" in rule[:2] else "C3D", capsize=2)
-            bottom.annotate(rule, (x, y), xytext=(4, 6), textcoords="offset points", fontsize=8)
-        bottom.set_xscale("symlog", linthresh=1)
-        bottom.set_xlabel("syncs in 96 steps")
-    axes[0, 0].set_ylabel("ESS / B")
-    axes[1, 0].set_ylabel("accuracy, held out" if of else "mean reward, held out")
-    axes[0, 0].legend(fontsize=8)
-    save(fig, "resync.png")
-
-def budget_figure(of):
-    def style(how):
-        if "lag" not in how:
-            return ("C0o", "noise") if "noise" in how else ("C3s", "formats")
-        mixed = how["weights"] != "bf16" or "noise" in how
-        return ("C1D", "mixture") if mixed else ("C2^", "delayed weights")
-
-    fig, axes = plt.subplots(1, 2, sharey=True, figsize=(10, 4), layout="constrained")
-    for ax, loss in zip(axes, ("sampled", "full")):
-        curve, budget, censored = noise_curve(of, loss)
-        name, named = of + ("opd" if of else "distillation"), []
-        logged = {r["cell"][2] for r in rows(name) if r["cell"][:2] == ["3x64", loss]}
-        for how in [clean(n) for n in LEVELS] + others(of):
-            if label(how) in logged:
-                (mean, half), (form, group) = interval(quality(of, "3x64", loss, how)), style(how)
-                ax.errorbar(kl_of(of, "3x64", how), mean, half, fmt=form, capsize=2, ms=5,
-                            label=None if group in named else group)
-                named.append(group)
-        x, y = ([r[k] for r in curve] for k in ("mismatch", "fitted"))
-        ax.step(x, y, "C0-", where="post", lw=1)
-        ax.axvline(budget, color="0.3", ls="--",
-                   label=f"budget {budget:.3f}" + " (censored)" * censored)
-        ax.axhline(start_of(of, "3x64"), color="0.5", ls=":", label="before training")
-        ax.set_xscale("symlog", linthresh=1e-3)
-        ax.set_xlim(left=0)
-        ax.set(title=f"loss {loss}", xlabel="mismatch before training, nats a token",
-               ylabel="quality after training")
-        ax.legend(fontsize=8)
-    save(fig, "budget.png")
-
-def layers_figure(of):
-    fig, axes = plt.subplots(1, 3, figsize=(10, 4), layout="constrained")
-    for ax, pair in zip(axes, SIZES):
-        order, found = probed(of, pair, "sensitivity")["order"], probed(of, pair, "recipe")
-        names, kls = zip(*order)
-        ax.barh([n.removeprefix("model.layers.") for n in names], kls,
-                color=["C3" if n in found["keep"] else "0.7" for n in names])
-        ax.invert_yaxis()
-        ax.set(title=f"{pair}: uniform FP8 {found['uniform']:.4f}",
-               xlabel="KL when it alone is FP8, nats a token")
-    axes[0].set_ylabel("layer, or its KV (red: kept in BF16 by the recipe)")
-    save(fig, "layers.png")
-
-def overlap_figure(of):
-    styles = {"sync bf16, 1 thread": "0.6", "sync bf16, 2 threads": "k--",
-              "async bf16, lag 1": "C0-", "async fp8, lag 1": "C3-."}
-    fig, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
-    for ax, task, title in zip(axes, ("opd", "rl"), ("distillation, full", "RL, dlc")):
-        for name, style in styles.items():
-            _, x, y = torch.tensor(clocked(of, task, name)).mean(0).T
-            ax.plot(x, y, style, label=name)
-        ax.set(title=title, xlabel="seconds, start-up aside", ylabel="accuracy, held out")
-        ax.legend(fontsize=8)
-    lags = {D: f"async bf16, lag {D}" for D in (1, 2, 4, 8)}
-    x, y = ([fmean(clocked(of, "opd", n, key)) for n in lags.values()] for key in ("lag", "step"))
-    axes[2].plot(x, [1 / t for t in y], "C0o-")
-    for D, a, b in zip(lags, x, y):
-        axes[2].annotate(D, (a, 1 / b), xytext=(0, 7), textcoords="offset points")
-    axes[2].set(title="distillation, bf16, --lag 1, 2, 4, 8", xlabel="lag, nats a token",
-                ylabel="steps a second", ylim=(0, 45))
-    save(fig, "overlap.png")
-
-def figures(_):
-    """Each from the present task's logs, else from those of the sums."""
-    for draw in (compare_figure, gaps_figure, resync_figure, budget_figure, layers_figure,
-                 overlap_figure):
-        for of in ("", SUMS):
-            try:
-                draw(of)
-                print(draw.__name__, "on the sums" * (of == SUMS))
-                break
-            except (FileNotFoundError, StatisticsError):
-                plt.close("all")
-
-SWEEPS = dict(grid=grid, rules=rules, distillation=distillation, stable=stable, gaps=gaps,
-              updates=updates, centring=centring, lengths=lengths, doubled=doubled)
-COMMANDS = dict(bases=bases, probes=probes, overlap=overlap, table=table, claims=claims,
-                figures=figures)
+SWEEPS = dict(  # in the order of what decides most
+    grid=grid, resync=resync, opd=opd_runs, stable=stable, gaps=gaps, updates=updates,
+    centring=centring, lengths=functools.partial(rules_of, LENGTHS),  # C7 by length
+    doubled=functools.partial(grid, lr=2 * RATE))  # with 4 seeds
+COMMANDS = dict(bases=bases, probes=probes, overlap=overlap, claims=claims)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,

@@ -7,7 +7,6 @@ only its last cells are written. tests/test_experiments.py holds the files to it
 """
 
 import contextlib
-import importlib.util
 import inspect
 import io
 import json
@@ -16,12 +15,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
 import dlc  # noqa: E402
 
-spec = importlib.util.spec_from_file_location("experiments", ROOT / "notebooks" / "experiments.py")
-experiments = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(experiments)
+import experiments  # noqa: E402
+import report  # noqa: E402
 
 FILES = [f for f in (ROOT / "README.md", ROOT / "notebooks" / "RESULTS.md") if f.exists()]
 # Which of a claim's measured lines are shown, where not all.
@@ -95,7 +93,7 @@ def cells(path):
     """What the tables of a file say."""
     if path.name == "README.md":
         return dict(corrections())
-    return dict([*claims(), *experiments.grid_table(), *experiments.centring_table(), *bench()])
+    return dict([*claims(), *report.grid_table(), *report.centring_table(), *bench()])
 
 
 if __name__ == "__main__":
