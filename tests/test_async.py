@@ -21,7 +21,7 @@ import dlc
 import opd
 import sampler as S
 
-CLOCK = ("seconds_sample", "seconds_wait", "seconds_train", "tokens_per_second")
+CLOCK = ("seconds_sample", "seconds_wait", "seconds_train", "tokens_per_second", "memory")
 
 
 class Slow(S.TorchSampler):
@@ -78,7 +78,7 @@ class Sleeper(Threads):
 
 @pytest.fixture(scope="session")
 def pair(made_base):
-    return made_base(60), made_base(90)
+    return made_base(40, digits=3), made_base(60, digits=3)
 
 
 @pytest.fixture
@@ -86,14 +86,14 @@ def here(pair, tmp_path, monkeypatch):
     """here(script, **options) -> rows; no process outlives a test."""
     monkeypatch.chdir(tmp_path)
     for module in (dlc, opd):
-        monkeypatch.setattr(module, "tiny_base", lambda steps=0: pair[steps > 0])
+        monkeypatch.setattr(module, "tiny_base", lambda steps=0, **_: pair[steps > 0])
     # There is always a gradient:
-    monkeypatch.setattr(dlc, "reward", lambda text, *_: sum(map(ord, text)) % 7 / 7)
-    monkeypatch.setattr(dlc, "accuracy", lambda *_: 0.0)
+    monkeypatch.setattr(dlc, "reward_of", lambda _: lambda text, *_: sum(map(ord, text)) % 7 / 7)
+    monkeypatch.setattr(dlc, "accuracy", lambda *_: (0.0, []))
     monkeypatch.setattr(dlc, "figure", lambda rows, path, _: path.touch())
 
     def run(script, **options):
-        small = dict(steps=6, prompts=4, group_size=2, device="cpu", lr=2e-3)
+        small = dict(digits=3, steps=6, prompts=4, group_size=2, device="cpu", lr=2e-3)
         return script.train(script.Config(**small | options))
 
     signal.signal(signal.SIGALRM, signal.default_int_handler)

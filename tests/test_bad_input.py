@@ -40,7 +40,7 @@ def world(tmp_path_factory):
     w = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as m:
         m.chdir(w)
-        shutil.move(dlc.tiny_base(steps=2), "base")
+        shutil.move(dlc.tiny_base(steps=2, digits=3), "base")
         os.rmdir("runs")
         data(), models(), recipes(), runs()
     return w
@@ -56,7 +56,7 @@ def data():
         followed=jsonl(*ROWS, pair("@base/config.json")),
         surrogate=jsonl(*ROWS, '{"prompt": "\\ud800", "answer": "2"}'),
         digits=jsonl(*ROWS, '{"prompt": ' + "1" * 9999 + ', "answer": "2"}'),
-        long=jsonl(*ROWS, pair("1" * 61)),
+        long=jsonl(*ROWS, pair("1" * 125)),
         unread=jsonl(*ROWS, pair("1+x=")), words=jsonl(*ROWS, pair("one and one")))
     for name, text in files.items():
         Path(f"{name}.jsonl").write_text(text)
@@ -139,7 +139,7 @@ def models():
 
 
 def recipes():
-    mine = dlc.model_fingerprint(hf.AutoModelForCausalLM.from_pretrained("base"))
+    mine = dlc.checksum(hf.AutoModelForCausalLM.from_pretrained("base"))
     fit = opd.fingerprint(opd.check(opd.Config()))
     good = {"for": fit, "budget": 0.1, "censored": False, "lag": {"1": 0.1}, "seconds": 1.0}
     for name, x in dict(
@@ -193,6 +193,10 @@ P dlc: --steps two | --steps two int
 dlc: --steps= | --steps int
 dlc: --steps 0 | --steps 1 or more
 dlc: --prompts 0 | --prompts 1 or more
+dlc: --digits 0 | --digits 0 1 or more
+dlc: --digits -3 | --digits -3 1 or more
+dlc: --digits few | --digits few int
+dlc: --eval-rows 0 | --eval-rows 0 1 or more
 dlc: --minibatches 0 | --minibatches 1 or more
 dlc: --max-new-tokens -1 | --max-new-tokens 1 or more
 dlc: --save-every 0 | --save-every 1 or more
@@ -218,7 +222,7 @@ dlc: --sampler sglang | --sampler sglang vllm
 dlc: --ess-level batch | --ess-level batch sequence token
 dlc: --optimizer lion | --optimizer lion adam sgd
 dlc: --dtype float16 | --dtype float16 bfloat16
-dlc: --minibatches 3 | --minibatches 3 divide 256
+dlc: --minibatches 3 | --minibatches 3 divide 128
 dlc: --device gpu {m} | cuda gpu
 dlc: --correction | --correction value
 dlc: --correction ppo | --correction ppo ppo_stale
@@ -233,7 +237,7 @@ P dlc: --keep-bf16 @{w}/r_half.json {m} | r_half.json --sensitivity
 dlc: --keep-bf16 @{w}/r_list.json {m} | r_list.json --sensitivity
 dlc: --keep-bf16 @{w}/r_keys.json {m} | r_keys.json keep_bf16 --sensitivity
 dlc: --keep-bf16 @{w}/r_text.json {m} | keep_bf16 no such module
-dlc: --keep-bf16 @{w}/r_other.json {m} | r_other.json qwen3
+dlc: --keep-bf16 @{w}/r_other.json {m} | r_other.json other weights
 dlc: --keep-bf16 @{w}/r_follow.json {m} | '@r_other.json' no such module
 dlc: --data {w}/empty.jsonl {m} | empty.jsonl no rows
 dlc: --data {w}/spaces.jsonl | spaces.jsonl no rows
@@ -253,8 +257,8 @@ dlc: --data {w}/latin1.jsonl | latin1.jsonl line 1
 dlc: --data {w} | directory
 dlc: --data {w}/missing.jsonl | missing.jsonl No such file
 dlc: --data /dev/null {m} | /dev/null no rows
-dlc: --data {w}/long.jsonl {m} --max-new-tokens 4 | long.jsonl 61 tokens 60 --max-new-tokens 4
-dlc: --model {w}/base --max-new-tokens 64 | --max-new-tokens 64 context
+dlc: --data {w}/long.jsonl {m} --max-new-tokens 4 | long.jsonl 125 tokens 124 --max-new-tokens 4
+dlc: --model {w}/base --max-new-tokens 128 | --max-new-tokens context
 dlc: --data {w}/words.jsonl --model {w}/stripped --prompts 2 | words.jsonl 'one and one' empty
 dlc: --data {w}/unread.jsonl --model {w}/odd --prompts 2 | unread.jsonl '1+x=' no token for
 dlc: --data {w}/good.jsonl --model {w}/base --prompts 9 | --prompts 9 has 8
@@ -272,8 +276,8 @@ dlc: --model {w}/future | future no causal LM qwen99
 dlc: --model {w}/notokenizer | notokenizer no tokenizer tokenizer.json
 dlc: --model {w}/halftokenizer | halftokenizer no causal LM
 dlc: --model {w}/noeos | noeos no stop token generation_config.json
-dlc: --model {w}/nan | nan model.norm.weight NaN
-dlc: --model {w}/inf | inf model.embed_tokens.weight inf
+dlc: --model {w}/nan | Qwen3ForCausalLM nan not finite choose another
+dlc: --model {w}/inf | Qwen3ForCausalLM not finite choose another
 dlc: --model {w}/part | part model.layers.1.mlp.up_proj.weight missing
 dlc: --model {w}/wide | wide no causal LM
 P dlc: --model {w}/code | code no causal LM code
@@ -316,7 +320,7 @@ opd: --capacity nan | --capacity nan no room more
 opd: --capacity 1e-9 | --capacity 1e-09 more
 opd: --capacity 1 --student {w}/bare --teacher {w}/bare | --student bare
 opd: --capacity 1 --keep-bf16 model.layers.99.kv | model.layers.99.kv 28 layers
-opd: --student {w}/nan --teacher {w}/base | --student nan model.norm.weight
+opd: --student {w}/nan --teacher {w}/base | Qwen3ForCausalLM not finite choose another
 opd: --student {w}/base --teacher {w}/part | --teacher part missing
 opd: --student {w}/base --teacher {w}/bert | bert tokenizer
 opd: --student {w}/base --teacher {w}/odd | --teacher odd tokenizer
