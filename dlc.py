@@ -413,8 +413,8 @@ def check(cfg):
         (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
     ]
-    counts = "digits steps prompts minibatches micro_batch max_new_tokens head_k save_every eval_rows"
-    least = dict.fromkeys(counts.split(), 1)
+    counts = "digits steps prompts minibatches micro_batch max_new_tokens head_k save_every"
+    least = dict.fromkeys([*counts.split(), "eval_rows"], 1)
     least |= dict(sync_every=0, noise=0, seed=0, clip=0, cap=0)
     rules += [(getattr(cfg, k) is None or v <= getattr(cfg, k) < 2**40,
                f"--{k.replace('_', '-')} {getattr(cfg, k)}: must be {v} or more")
