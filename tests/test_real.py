@@ -104,7 +104,8 @@ def saved(folder, model, tok=None, generation=None, rows=ROWS):
 def config(folder, tmp_path, script=dlc, **how):
     """The options of a short run on the model and the data in `folder`."""
     told = dict(model=str(folder), data=str(folder / "data.jsonl"), steps=2, prompts=4,
-                group_size=2, max_new_tokens=4, out=str(tmp_path / "run"), device="cpu")
+                group_size=2, max_new_tokens=4, eval_rows=4, device="cpu",
+                out=str(tmp_path / "run"))
     return script.Config(**told | how)
 
 
@@ -208,7 +209,7 @@ def test_a_rope_that_switches_by_length_is_kept_below_its_switch(name, tmp_path,
         s.sample([[5, 6], [9] * 12], 5)
     folder = saved(tmp_path / "m", model)
     how = dict(weights="none", kv="none", steps=1)
-    with pytest.raises(ValueError, match="4 tokens; 3 and --max-new-tokens 13 fill the model's"):
+    with pytest.raises(ValueError, match="4 tokens; 3 and --max-new-tokens fill the model's"):
         dlc.train(config(folder, tmp_path, max_new_tokens=13, **how))
     rows = dlc.train(config(folder, tmp_path, max_new_tokens=12, **how))
     assert rows[0]["discrepancy"] < 1e-6
@@ -326,9 +327,9 @@ I don't know | 18
 def test_the_number_that_a_response_answers_with(line, right):
     said, answer = line.replace("\\\\", "\\").rsplit(" | ", 1)
     said = said.replace("\\n", "\n")
-    assert dlc.reward(said, answer, True, False) == right
+    assert dlc.reward(said, dict(answer=answer), True) == right
     solution = f"Some steps, 1 + 1 = 2, then more.\n#### {answer}"  # as GSM8K writes it
-    assert dlc.reward(said, solution, True, False) == right
+    assert dlc.reward(said, dict(answer=solution), True) == right
 
 
 def test_gsm8ks_own_rows_are_read_and_their_solutions_earn_1(tmp_path):
@@ -336,19 +337,19 @@ def test_gsm8ks_own_rows_are_read_and_their_solutions_earn_1(tmp_path):
                 "12-2=10 stay.\n#### 10")  # fmt: skip
     rows = [dict(question=f"what is {i}?", answer=solution, level="easy") for i in range(20)]
     folder = saved(tmp_path / "m", tiny(), rows=rows)
-    train, held = dlc.load_data(config(folder, tmp_path), tokenizer())
+    train, held = dlc.load_data(config(folder, tmp_path), tokenizer(), tiny())
     assert len(train) + len(held) == 20 and all(r["level"] == "easy" for r in train)
     assert held[0]["prompt"] == "what is 0?"
     assert held[0]["ids"] == tokenizer()("what is 0?")["input_ids"]
-    assert all(dlc.reward(solution, r["answer"], True, False) == 1 for r in train)
+    assert all(dlc.reward(solution, r, True) == 1 for r in train)
 
 
 def test_a_number_is_an_answer(tmp_path):
     rows = [dict(prompt=f"{i}=", answer=i) for i in range(8)] + [dict(prompt="1=", answer=2.5)] * 2
     folder = saved(tmp_path / "m", tiny(), rows=rows)
-    train, _ = dlc.load_data(config(folder, tmp_path), tokenizer())
-    assert dlc.reward("2", train[1]["answer"], True, False) == 1
-    assert dlc.reward("2.50", train[-1]["answer"], True, False) == 1
+    train, _ = dlc.load_data(config(folder, tmp_path), tokenizer(), tiny())
+    assert dlc.reward("2", train[0], True) == 1
+    assert dlc.reward("2.50", train[-1], True) == 1
 
 
 def test_a_special_token_that_is_no_stop_does_not_spoil_an_answer(tmp_path):
@@ -362,9 +363,10 @@ def test_a_special_token_that_is_no_stop_does_not_spoil_an_answer(tmp_path):
 
 @pytest.mark.parametrize("answer, told", [("abc", 1), ("a", 0)])
 def test_a_run_in_which_no_group_differs_says_so_once(answer, told, tmp_path, capsys, monkeypatch):
-    """With "a", some earn it: dlc.reward is told to give 1 to every third response."""
+    """With "a", some earn it: the reward is told to give 1 to every third response."""
     calls = itertools.count()
-    monkeypatch.setattr(dlc, "reward", lambda *how: float(answer == "a" and next(calls) % 3 == 0))
+    third = lambda *_: float(answer == "a" and next(calls) % 3 == 0)
+    monkeypatch.setattr(dlc, "reward_of", lambda _: third)
     rows = [dict(prompt=r["prompt"], answer=answer) for r in ROWS]
     folder = saved(tmp_path / "m", tiny(), rows=rows)
     dlc.train(config(folder, tmp_path, steps=12, weights="none", kv="none"))
@@ -395,7 +397,7 @@ def multimodal():
     dict(weights="fp8", kv="fp8", noise=0.1, keep_bf16="model.language_model.layers.1")])
 def test_a_multimodal_model_is_trained_on_text_and_the_rest_left_alone(how, tmp_path, monkeypatch):
     calls = itertools.count()
-    monkeypatch.setattr(dlc, "reward", lambda *how: float(next(calls) % 2))
+    monkeypatch.setattr(dlc, "reward_of", lambda _: lambda *_: float(next(calls) % 2))
     model = multimodal()
     rows = dlc.train(config(saved(tmp_path / "m", model), tmp_path, lr=1e-3, **how))
     assert all(r["grad_norm"] > 0 and r["skipped"] == 0 for r in rows)
@@ -454,13 +456,13 @@ def test_messages_go_through_the_chat_template(tmp_path):
     tok = tokenizer(before=["<s>"])
     tok.chat_template = CHAT
     folder = saved(tmp_path / "m", tiny(), tok, rows=rows)
-    train, _ = dlc.load_data(config(folder, tmp_path), tok)
+    train, _ = dlc.load_data(config(folder, tmp_path), tok, tiny())
     # One <s>, and the turn that is to be answered opened:
     want = [VOCABULARY[c] for c in ("<s>", "<user>", "1", "+", "2", "<user>", "?", "=")]
     assert train[0]["ids"] == want and train[0]["kind"] == "sum" and train[0]["prompt"] == asked
     dlc.train(config(folder, tmp_path, steps=1))
     with pytest.raises(ValueError, match="chat template"):
-        dlc.load_data(config(folder, tmp_path), tokenizer())
+        dlc.load_data(config(folder, tmp_path), tokenizer(), tiny())
 
 
 @pytest.mark.parametrize("prompt", [
@@ -475,7 +477,7 @@ def test_a_prompt_that_ends_in_a_stop_is_refused(tmp_path):
     tok = tokenizer(before=["<s>"], after=["</s>"])
     model = tiny()
     folder = saved(tmp_path / "m", model, tok)
-    with pytest.raises(ValueError, match="ends in stop token '</s>'"):
+    with pytest.raises(ValueError, match="ends in a stop token"):
         dlc.load_data(config(folder, tmp_path), tok, model)
     train, _ = dlc.load_data(config(folder, tmp_path), tokenizer(before=["<s>"]), model)
     assert train[0]["ids"][0] == 1 and len(train[0]["ids"]) == 5
@@ -639,7 +641,7 @@ def test_the_rewards_of_opd_leave_dropped_responses_out(tmp_path, monkeypatch):
         return finish(self, r)
 
     monkeypatch.setattr(S.TorchSampler, "_finish", broken)
-    monkeypatch.setattr(dlc, "reward", lambda *how: 1.0)
+    monkeypatch.setattr(dlc, "reward_of", lambda _: lambda *_: 1.0)
     row = opd.train(distil(tmp_path, *twins(), steps=1))[0]
     assert row["dropped"] == 4 and row["reward"] == 1
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def folder(made_base):
-    return made_base(60)
+    return made_base(60, digits=3)
 
 
 @pytest.fixture(scope="module")
@@ -224,10 +224,10 @@ def test_status_words_and_bad_input(folder, model, tmp_path, monkeypatch, capsys
     for argv, words in (
         (["--weights", "fp4"], "fp4 nvfp4"), (["--kv", "int8"], "int8 fp8_e5m2"),
         (["--stepz"], "--stepz"), (["--max-new-tokens", "many"], "--max-new-tokens many"),
-        ([*how, "--max-new-tokens", "53"], "--max-new-tokens 53 at most 52"),
+        ([*how, "--max-new-tokens", "117"], "--max-new-tokens 117 at most 116"),
         ([*how, "--max-new-tokens", "3"], "--max-new-tokens 3"),
         (["--model", "none"], "--model none"), (["--model"], "--model"),
-        (["--model", "nan"], "model.norm.weight"),
+        (["--model", "nan"], "Qwen3ForCausalLM not finite"),
         ([*how, "--sampler", "vllm"], "pip install vllm"),
     ):
         assert C.main(argv) == 2, argv

@@ -304,8 +304,8 @@ def on_every_rank(model, prompts, rollout):
         out["no gap", c] = first_gradient(make(model, correction=c, **NO_GAP))
     out["no gap", "TRL's"] = first_gradient(theirs(make(model, **NO_GAP)))
     for name, seed in (("run", 1), ("again", 1), ("other seed", 2)):
-        out[name] = three_steps(make(model, learning_rate=0.03, seed=seed))
-    out["sharded"] = three_steps(make_sharded(model, learning_rate=0.03, seed=1))
+        out[name] = three_steps(make(model, learning_rate=0.05, seed=seed))
+    out["sharded"] = three_steps(make_sharded(model, learning_rate=0.05, seed=1))
     return out
 
 
@@ -461,7 +461,7 @@ if __name__ == "__main__":
     if case == "failing":
         make(model, failing).train()
     if case == "vllm":
-        options = dict(sampler="vllm", kv="bf16", sync_ess=2.0, learning_rate=0.03)
+        options = dict(sampler="vllm", kv="bf16", sync_ess=2.0, learning_rate=0.05)
         done = three_steps(make(model, **options))
     else:
         done = on_every_rank(model, prompts, rollout)
