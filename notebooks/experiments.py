@@ -699,7 +699,7 @@ def o5(of):
     destabilised (a criterion a loss), and at least two of the eleven RL methods, those equal by
     identity counted once, are in half of their runs of some regime."""
     regimes, name = ("discrepancy", "lag", "both"), of + "stable"
-    losses = [x for x in LOSSES if any(r["cell"][1] == x for r in rows(name))]
+    losses = [x for x in LOSSES if any(r["cell"][1] == x for r in rows(name))] or LOSSES
     lost, ours, said = {}, dict.fromkeys(losses, 0), []
     for g in regimes:
         methods = [c for c in dlc.CORRECTIONS if c not in SAME[g]]
@@ -711,7 +711,7 @@ def o5(of):
         said += [f"{g}: destabilised of {SEEDS}: {', '.join(f'{c} {n}' for c, n in rl.items())}",
                  f"{g}: OPD {', '.join(ends)}"]
     fall = sum(n >= SEEDS / 2 for n in lost.values()) >= 2
-    return sum(n == 0 for n in ours.values()) + fall, len(losses or LOSSES) + 1, said
+    return sum(n == 0 for n in ours.values()) + fall, len(losses) + 1, said
 
 def prefix_errors(scale):
     """Exactly, V = 4, T = 3, target E_{h~d_π} ∇KL_h: the relative error, with prefixes from q,
