@@ -110,7 +110,7 @@ def our_step(correction, logged=True, **how):
     """Median seconds of a training step of dlc.py. Not logged: both gaps unmeasured, and no stale
     scoring where the correction does not look at it."""
     measure, score, accuracy = dlc.measure, sampler.token_logps, dlc.accuracy
-    dlc.accuracy = lambda *_: 0.0
+    dlc.accuracy = lambda *_: (0.0, [])
     if not logged:
         dlc.measure = unmeasured
         if correction in ("reinforce", "sc"):
@@ -173,7 +173,8 @@ def flops(model, tokens):
 def steps_against_trl(start, model, tokenizer, targets, size, steps, lr, rounds, variants, **how):
     """RL steps of `size` (prompts, responses to each, tokens), ours in variants and TRL's."""
     prompts, group, new = size
-    data, _ = dlc.load_data(dlc.check(dlc.Config(device="cpu", prompts=prompts, **how)), tokenizer)
+    cfg = dlc.check(dlc.Config(device="cpu", prompts=prompts, **how))
+    data, _ = dlc.load_data(cfg, tokenizer, model)
     how |= dict(steps=steps, prompts=prompts, group_size=group, max_new_tokens=new, lr=lr)
     ours = {"reinforce, gaps not measured (as TRL)": lambda: our_step("reinforce", False, **how)}
     ours |= {c: lambda c=c: our_step(c, **how) for c in variants}
@@ -210,7 +211,7 @@ def steps_against_trl(start, model, tokenizer, targets, size, steps, lr, rounds,
 
 
 def rl_tiny(start):
-    yield from steps_against_trl(start, *start.load(), {}, (32, 8, 4), 21, 2e-4, 3,
+    yield from steps_against_trl(start, *start.load(), {}, (16, 8, 17), 21, 1e-4, 3,
                                  ("reinforce", "dlc", "sc"))  # fmt: skip
 
 
@@ -298,7 +299,7 @@ def rollouts(start, model, prompts, new, target, rounds, vllm_target=None):
 
 def rollouts_tiny(start):
     prompts = [p for p in start.prompts(32) for _ in range(8)]
-    yield from rollouts(start, start.load()[0], prompts, 4, None, 5)
+    yield from rollouts(start, start.load()[0], prompts, 17, None, 5)
 
 
 def rollouts_short(start):
@@ -402,17 +403,17 @@ def kv(start):
 
 def admission(start):
     with tempfile.TemporaryDirectory() as folder:
-        opd.tiny_base(steps=1200)  # the teacher, made once: not a part of a training run
+        opd.tiny_base(steps=300)  # the teacher, made once: not a part of a training run
         cfg = opd.Config(levels="0", seeds=1, device="cpu", budget=folder + "/budget.json",
                          out=folder + "/runs")  # fmt: skip
         budget = quiet(opd.calibrate, cfg)
         cfg = opd.Config(weights="fp8", kv="fp8", device="cpu", budget=cfg.budget)
         taken = statistics.median(opd.admit(cfg, budget)["seconds"] for _ in range(5))
     model, *_ = opd.untrained(opd.check(cfg))
-    # About 5 tokens of a prompt, 3 of a response; four samplers, each read and scored.
+    # 17 tokens of a prompt, 17 of a response; four samplers, each read and scored.
     products = 1 / start.speed["bfloat16"] + 1 / start.speed["float32"]
-    least = 4 * flops(model, opd.PROBE * 8) * products
-    yield row("admission check against one training run (300 steps)", taken, budget["seconds"], "s",
+    least = 4 * flops(model, opd.PROBE * 34) * products
+    yield row("admission check against one training run (100 steps)", taken, budget["seconds"], "s",
               0.02, least, most=True)  # fmt: skip
 
 
@@ -440,7 +441,8 @@ class Start:
     def prompts(self, n):
         named = dict() if self.name == "tiny default" else dict(model=self.path)
         cfg = dlc.check(dlc.Config(device="cpu", **named))
-        return [r["ids"] for r in dlc.load_data(cfg, self.load()[1])[0][:n]]
+        model, tokenizer = self.load()
+        return [r["ids"] for r in dlc.load_data(cfg, tokenizer, model)[0][:n]]
 
 
 def one(part, args):

@@ -117,7 +117,7 @@ def real_bytes(run, batch, length):
 
 def check_estimate():
     """The estimate against the bytes of real tensors, on two small models; ratio for each part."""
-    for steps, width, layers in ((350, 64, 3), (2, 96, 2)):
+    for steps, width, layers in ((90, 64, 3), (2, 96, 2)):
         with tempfile.TemporaryDirectory() as folder:
             cfg = dlc.check(dlc.Config(device="cpu", steps=1, out=folder + "/run"))
             loaded = dlc.load_model(dlc.tiny_base(steps, width, layers), "float32", "cpu")

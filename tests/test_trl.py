@@ -86,7 +86,9 @@ def watch(trainer):
     """Train; what the sampler was asked and drew, each call of `policy_loss`, each measured ESS."""
     seen, sample, measure = dict(asked=[], drawn=[], ess=[]), trainer.q.sample, trainer.batch_ess
     note = lambda name, value: (seen[name].append(value), value)[1]
-    trainer.q.sample = lambda *given: note("drawn", sample(*note("asked", given)))
+    drawn = lambda *given: note("drawn", sample(*note("asked", given)))
+    # An engine's own probe after a sync, with its seed by name, is no draw.
+    trainer.q.sample = lambda *given, **how: sample(*given, **how) if how else drawn(*given)
     trainer.batch_ess = lambda: note("ess", measure())
     with mock.patch.object(trl_dlc, "policy_loss", wraps=dlc.policy_loss) as loss:
         trainer.train()
