@@ -3,9 +3,7 @@
     python dlc.py          # a tiny model, an FP8 sampler on delayed weights; about a minute
     python dlc.py --bias   # how wrong each correction is, exactly, by enumeration; a second
 
-It starts from GRPO and takes away: the reference model and its KL penalty, sequence-level ratios,
-schedules, gradient clipping, temperature and top-p (sampler.py says why), adapters, several GPUs.
-What is left is one question: which policy drew the token?
+GRPO, less all that does not bear on one question: which policy drew the token?
 
     letter    code         what it is                                                    gradient
     q         logq         what a token was drawn from: narrow weights and KV, delayed   no
@@ -24,17 +22,14 @@ All corrections are one loss; a correction says what w, m, α and the clipped ra
 
     loss = - Σ_t A_t gate_t ( w_t logπ(y_t) - Σ_{v in H} c_v logπ(v) ) / N,    c_v = m_v - α π(v)
 
-[1] DLC, November 2026; known to us from a public summary only, so README lists our readings.
-[2] Score centering, arXiv 2609.20807.  [3] PPO, arXiv 1707.06347.
-[4] Truncated importance sampling, Yao et al. 2025.  [5] IcePop (masked ratios), 2025.
+[1] DLC, November 2026; a public summary is all we had.  [2] Score centering, arXiv 2609.20807.
+[3] PPO, arXiv 1707.06347.  [4] Truncated importance sampling, Yao, 2025.  [5] IcePop, 2025.
 """
 
-import functools
 import inspect
 import itertools
 import json
 import os
-import re
 import resource
 import runpy
 import shutil
@@ -43,7 +38,7 @@ import time
 import zlib
 from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,15 +46,13 @@ from typing import Annotated, Literal
 import torch
 import transformers
 import tyro
-from matplotlib.figure import Figure
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from tqdm import tqdm
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from sampler import (FORMATS, KV_FORMATS, DelayedSampler, TorchSampler, VLLMSampler, context,
-                     mismatch, stop_tokens, tail, token_logps)
+from sampler import (FORMATS, KV_FORMATS, DelayedSampler, TorchSampler, VLLMSampler, checksum,
+                     context, mismatch, stop_tokens, tail, token_logps)
 
-sys.set_int_max_str_digits(0)  # a response may be one long number
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # load_model says what is wrong, in one line
 
@@ -169,20 +162,18 @@ def ess(log_ratio, mask, level="sequence"):
     w = (log_w - log_w.max()).exp()
     return min(1.0, float(w.mean() ** 2 / (w**2).mean()))
 
-def measure(rollout, logp, head_logp, cap):
-    """The two gaps, the ESS of the lag and more, on a batch; `logp`: π before the first update."""
-    mask, n, log_lag = rollout.mask, int(rollout.mask.sum()), logp - rollout.logp_stale
-    heads, rest = (rollout.head_logp_stale, rollout.head_logq), tail(head_logp)
-    numerics = mismatch(rollout.logp_stale, rollout.logq, mask, *heads)
-    lag = mismatch(logp, rollout.logp_stale, mask, head_logp, rollout.head_logp_stale)
+def measure(r, logp, head_logp, cap):
+    """Both gaps, the ESS of the lag and more, on rollout `r`; `logp`: π before the first update."""
+    mask, n, log_lag, rest = r.mask, int(r.mask.sum()), logp - r.logp_stale, tail(head_logp)
+    numerics = mismatch(r.logp_stale, r.logq, mask, r.head_logp_stale, r.head_logq)
+    lag = mismatch(logp, r.logp_stale, mask, head_logp, r.head_logp_stale)
     entropy = -((head_logp.exp() * head_logp).sum(-1) + rest * rest.log())[mask].sum()
-    capped = (ratio(logp, rollout.logq) > cap)[mask].sum()
-    row = dict(discrepancy=numerics["kl"], lag=lag["kl"], ess=ess(log_lag, mask),
-               ess_token=ess(log_lag, mask, "token"), head_mass=numerics["head_mass"],
-               entropy=float(entropy) / max(1, n), tokens=n,
-               length=n / max(1, int(mask.any(1).sum())), cap_share=float(capped) / max(1, n))
     firsts = [2**i for i in range(mask.shape[1].bit_length())]  # the first 1, 2, 4, 8 ... tokens
-    row["ess_at"] = {str(t): ess(log_lag[:, :t], mask[:, :t]) for t in firsts}
+    row = dict(discrepancy=numerics["kl"], lag=lag["kl"], ess=ess(log_lag, mask),
+               ess_token=ess(log_lag, mask, "token"), head_mass=numerics["head_mass"], tokens=n,
+               ess_at={str(t): ess(log_lag[:, :t], mask[:, :t]) for t in firsts},
+               length=n / max(1, int(mask.any(1).sum())), entropy=float(entropy) / max(1, n),
+               cap_share=int((ratio(logp, r.logq) > cap)[mask].sum()) / max(1, n))
     for key in ("k1", "k3", "mean_abs", "max_abs"):
         row |= {f"discrepancy_{key}": numerics[key], f"lag_{key}": lag[key]}
     return row
@@ -277,9 +268,9 @@ class Config:  # a field is an option, and the comment beside it is its help
     ess_level: Literal["sequence", "token"] = "sequence"  # what the ESS counts
     model: str | None = None  # Hugging Face causal LM, folder or name (default: a tiny one)
     base: str | None = None  # another tiny one, as tiny_base makes them
-    data: str | None = None  # JSONL of prompt and answer (default: digits to sort)
+    data: str | None = None  # JSONL of prompt and answer (default: digits; sums with --model)
     digits: int = 16  # how many, in a prompt of the default task
-    reward: str | None = None  # FILE.py with reward(completion, row, stopped), instead of dlc.py's
+    reward: str | None = None  # FILE.py with reward(completion, row, stopped) (default: see README)
     steps: int | None = None  # batches (default: 100; 20 with --model)
     prompts: int | None = None  # prompts in a batch (default: 16; 8 with --model)
     group_size: int = 8  # responses to each prompt
@@ -310,9 +301,8 @@ def train(cfg):
     path = cfg.model or cfg.base or tiny_base(digits=cfg.digits)
     model, tokenizer = load_model(path, "float32", cfg.device)
     with autocast(cfg), Run(cfg, model, tokenizer, f"dlc-{cfg.correction}") as run:
-        print(f"{run.folder}: {cfg.correction}; {cfg.sampler} sampler on {cfg.device}, weights "
-              f"{cfg.weights}, KV {cfg.kv}\n step version  reward  discrepancy      lag    ESS  "
-              "clipped  syncs  tokens/s")
+        print(f"{run.folder}: {cfg.correction}, {cfg.sampler} sampler, {cfg.weights}, KV {cfg.kv}")
+        print(" step version  reward  discrepancy      lag    ESS  clipped  syncs  tokens/s")
         done, alike = len(run.rows), 0
         for step in tqdm(range(done, cfg.steps), initial=done, total=cfg.steps, disable=None):
             # 1. Sample a group of responses to each prompt from q.
@@ -368,7 +358,7 @@ def train(cfg):
                 tqdm.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} "
                            "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}"
                            .format(**row))
-        return run.finish(f"{cfg.correction}: weights {cfg.weights}, KV {cfg.kv}")
+        return run.finish()
 
 def update(model, optimizer):
     """One optimizer step; the gradient's norm. A gradient that is not finite moves nothing."""
@@ -391,45 +381,43 @@ def due(cfg, row, latest):
 
 def check(cfg):
     """`cfg` with its defaults filled in. ValueError: what would go wrong late or in silence."""
-    sizes = dict(steps=(100, 20), prompts=(16, 8), lr=(1e-4, 1e-5), save_every=(50, 5),
-                 eval_rows=(500, 100), max_new_tokens=(cfg.digits + 1, 12))  # tiny, with --model
-    fill = {k: size[bool(cfg.model)] for k, size in sizes.items()}
+    fill = dict(steps=100, prompts=16, lr=1e-4, save_every=50, eval_rows=500,
+                max_new_tokens=cfg.digits + 1)
+    if cfg.model:
+        here = Path(__file__).resolve().parent / "notebooks"
+        fill = dict(steps=20, prompts=8, lr=1e-5, save_every=5, eval_rows=100, max_new_tokens=12,
+                    data=f"{here}/data/additions.jsonl", reward=f"{here}/number_reward.py")
     fill |= dict(lag=int(cfg.async_), device="cuda" if torch.cuda.is_available() else "cpu")
     if cfg.sync_every is cfg.sync_ess is None:
-        delayed = cfg.async_ or cfg.lag is not None
-        fill |= dict(sync_every=1) if delayed else dict(sync_ess=0.5)
+        fill |= dict(sync_ess=0.5) if cfg.lag is None and not cfg.async_ else dict(sync_every=1)
     cfg = replace(cfg, **{k: v for k, v in fill.items() if getattr(cfg, k) is None})
     batch, out = cfg.prompts * cfg.group_size, cfg.out
-    rules = [
+    may_be_0 = ("sync_every sync_ess lag noise clip cap seed eval_every sampler_memory "
+                "tolerance target capacity").split()  # the last three are of opd.py
+    rules = [((k not in may_be_0) <= v < 2**40,
+              f"--{k.replace('_', '-')} {v}: must be {int(k not in may_be_0)} or more")
+             for k, v in vars(cfg).items() if type(v) in (int, float) and k != "lr"]
+    rules += [
         (cfg.group_size > 1, f"--group-size {cfg.group_size}: one response has no advantage"),
         (batch % max(1, cfg.minibatches) == 0,
          f"--minibatches {cfg.minibatches}: must divide the batch, {batch} responses"),
         (0 < cfg.lr < inf, f"--lr {cfg.lr}: must be above 0"),
-        (0 <= (cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
-        (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 0 or more, with --async 1 or more"),
+        ((cfg.sync_ess or 0) <= 1, f"--sync-ess {cfg.sync_ess}: is a share, from 0 to 1"),
+        (cfg.lag >= cfg.async_, f"--lag {cfg.lag}: must be 1 or more with --async"),
         (cfg.lag <= cfg.async_ or cfg.sync_every or cfg.sync_ess,
          f"--lag {cfg.lag}: there is no sync to delay"),
         (cfg.sampler == "torch" or not cfg.async_, "--async: needs --sampler torch"),
         (cfg.resume or not out or not os.path.exists(out) or not os.listdir(out),
          f"--out {out}: must be a new or an empty folder"),
+        (not cfg.data or read_data(cfg.data), f"--data {cfg.data}: holds no rows"),
     ]
-    counts = "digits steps prompts minibatches micro_batch max_new_tokens head_k save_every"
-    least = dict.fromkeys([*counts.split(), "eval_rows"], 1)
-    least |= dict(sync_every=0, noise=0, seed=0, clip=0, cap=0)
-    rules += [(getattr(cfg, k) is None or v <= getattr(cfg, k) < 2**40,
-               f"--{k.replace('_', '-')} {getattr(cfg, k)}: must be {v} or more")
-              for k, v in least.items()]
-    for good, told in rules:
-        if not good:
-            raise ValueError(told)
+    if wrong := [told for good, told in rules if not good]:
+        raise ValueError(wrong[0])
     try:
         torch.empty(0, device=cfg.device)
     except (RuntimeError, AssertionError) as e:  # no such device, or a torch without CUDA
         raise ValueError(f"--device {cfg.device}: {str(e).splitlines()[0]}") from None
-    keep_list(cfg.keep_bf16, None)  # like what follows, before a model is made or loaded
-    reward_of(cfg.reward)
-    if cfg.data and not read_data(cfg.data):
-        raise ValueError(f"--data {cfg.data}: holds no rows")
+    keep_list(cfg.keep_bf16, None), reward_of(cfg.reward)  # before a model is made or loaded
     return replace(cfg, micro_batch=cfg.micro_batch or batch // cfg.minibatches)
 
 def autocast(cfg):
@@ -439,22 +427,18 @@ def autocast(cfg):
 
 # ---- A run: what is trained, what samples, and the folder that both can be resumed from. ---------
 
-def write(path, save):
-    """`save(temporary path)`, then rename: nobody ever reads half of a file or folder."""
+def write(path, *saves):
+    """Each of `saves` writes to a temporary path, then rename: nobody ever reads half of a file."""
     new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        save(new)
+        for save in saves:
+            save(new)
     except Exception as e:  # of torch, safetensors or matplotlib
         raise OSError(f"{path} cannot be written: {e}") from e
     if path.is_dir():  # no folder can be replaced; state.pt holds what a kill here would lose
         shutil.rmtree(path)
     os.replace(new, path)
-
-def checksum(*models):
-    """Of all weights: whether a run or a recipe goes on with the model that it began with."""
-    weights = (p for model in models if model for p in model.parameters())
-    bits = (p.detach().flatten().cpu().view(torch.uint8).numpy() for p in weights)
-    return functools.reduce(lambda crc, x: zlib.crc32(x, crc), bits, 0)
 
 def compare(folder, now):
     """Refuse other data or weights than a run began with; tell of other versions of libraries."""
@@ -473,17 +457,15 @@ class Run:
         self.data, self.held_out = load_data(cfg, tokenizer, model)
         optimizer = torch.optim.Adam if cfg.optimizer == "adam" else torch.optim.SGD
         self.optimizer = optimizer(model.parameters(), lr=cfg.lr, fused=True)
-        options = dict(weights=cfg.weights, kv=cfg.kv, keep_bf16=keep_list(cfg.keep_bf16, model),
-                       noise=cfg.noise, head_k=cfg.head_k, seed=cfg.seed, rows=cfg.micro_batch,
-                       probe=[(r["ids"] * 32)[:32] for r in self.data[:4]])
-        make = functools.partial(TorchSampler, **options)
-        if cfg.sampler == "vllm":
-            make = functools.partial(VLLMSampler, memory=cfg.sampler_memory, **options)
+        engines = dict(torch=TorchSampler, vllm=partial(VLLMSampler, memory=cfg.sampler_memory))
+        make = partial(
+            engines[cfg.sampler], weights=cfg.weights, kv=cfg.kv, noise=cfg.noise, seed=cfg.seed,
+            keep_bf16=keep_list(cfg.keep_bf16, model), head_k=cfg.head_k, rows=cfg.micro_batch,
+            probe=[(r["ids"] * 32)[:32] for r in self.data[:4]])
         self.sampler = DelayedSampler(make, model, self.request, cfg.steps, cfg.lag, cfg.async_)
         self.stop_ids = self.sampler.sampler.stop_ids
         names = (Path(f"runs/{name}-{i}") for i in itertools.count(1))
         self.folder = Path(cfg.resume or cfg.out or next(f for f in names if not f.exists()))
-        self.folder.mkdir(parents=True, exist_ok=True)
         now = dict(torch=torch.__version__, transformers=transformers.__version__,
                    threads=torch.get_num_threads(), weights=checksum(model, teacher),
                    data=zlib.crc32(repr([self.data, self.held_out]).encode()))
@@ -493,7 +475,7 @@ class Run:
         else:
             config = json.dumps(asdict(cfg) | dict(versions=now), indent=1)
             write(self.folder / "config.json", lambda new: new.write_text(config))
-            self.finish(name)  # what a crash leaves; what cannot be written is known before a step
+            self.finish()  # what a crash leaves; what cannot be written is known before a step
             self.before = self.accuracies("_base")
         self.log, self.ended = open(self.folder / "metrics.jsonl", "a"), time.perf_counter()
 
@@ -536,7 +518,9 @@ class Run:
             truncated=1 - sum(x["stopped"] for x in graded) / max(1, kept),
             seconds_sample=sampler.seconds, seconds_wait=sampler.waited,
             seconds_train=seconds - sampler.waited, tokens_per_second=row["tokens"] / seconds,
-            memory=peak_memory(self.cfg.device))
+            memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        if torch.device(self.cfg.device).type == "cuda":  # bytes that the card has held at most
+            row["memory"] = torch.cuda.max_memory_allocated(self.cfg.device)
         row |= self.before if step == 0 else {}
         if step + 1 == self.cfg.steps:
             sampler.sampler.sync(self.model, self.cfg.steps)
@@ -570,67 +554,18 @@ class Run:
         write(self.folder / "metrics.jsonl", lambda new: new.write_text(log))
         self.before = {k: v for k, v in self.rows[0].items() if k.endswith("_base")}
 
-    def finish(self, title):
-        """Write the model in Hugging Face form and the figure; all rows."""
-        write(self.folder / "model", lambda new: save_model(self.model, self.tokenizer, new))
-        write(self.folder / "curves.png", lambda new: figure(self.rows, new, title))
+    def finish(self):
+        """Write the model in Hugging Face form; all rows."""
+        write(self.folder / "model", self.model.save_pretrained, self.tokenizer.save_pretrained)
         return self.rows
-
-def peak_memory(device):
-    """Bytes that this process has held at most: of the card, or on a CPU of all."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-def figure(rows, path, title):
-    """Reward, the two gaps and the ESS against the step; at a sync the lag's curve is broken."""
-    fig = Figure(figsize=(7, 7), layout="constrained")
-    axes = fig.subplots(3, sharex=True)
-    marks = {row["step"] + 1: row["accuracy"] for row in rows if "accuracy" in row}
-    marks |= {0: rows[0]["accuracy_base"]} if rows else {}
-    axes[0].plot(marks.keys(), marks.values(), "k*", label="greedy accuracy, held out")
-    panels = {"reward": ["reward"], "KL, nats a token": ["discrepancy", "lag"],
-              f"share; {rows[-1]['syncs'] if rows else 0} syncs": ["ess", "ess_token"]}
-    for ax, (unit, keys) in zip(axes, panels.items()):
-        for key in keys:
-            ax.plot([row[key] or float("nan") for row in rows], label=key)
-        ax.set_ylabel(unit)
-        ax.legend(fontsize=8)
-    axes[1].set_yscale("log")
-    axes[2].set(ylim=(0, 1.05), xlabel="step")
-    axes[0].set_title(title, fontsize=10)
-    fig.savefig(path, dpi=130, format="png")
 
 # ---- Data, reward and models. --------------------------------------------------------------------
 
-NUMBER = r"(?:(?<![\w)])[-+])?(?:\d+/[1-9]\d*|\d*\.\d+|\d+)"
-
-def plain(text):
-    """Its numbers as Python writes them; a comma is dropped only before a group of three."""
-    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text.replace("−", "-"))
-    return re.sub(r"\\?[$€£]|(?<=\d),(?=\d{3}(?!\d))", "", text).strip()
-
 def reward(completion, row, stopped):
-    """In [0, 1]; --reward FILE.py replaces this. 1 if the stripped text up to the stop is the
-    answer. Where that is a number, or a solution that ends in one after ####, 1 if the completion's
-    equals it: the number after the last #### or \\boxed{; else, of one sentence or one that is a
-    bare number with its unit, the first (after "answer is", if it says so); else the last. A row
-    with "exact", as the default task's: 1 for the very answer and a stop."""
-    if row.get("exact"):
-        return float(stopped and completion == row["answer"])
-    answer, text = row["answer"].rpartition("####")[2].strip(), plain(completion)
-    if not re.fullmatch(NUMBER, plain(answer)):
-        return float(completion.strip() == answer)
-    marked, first = re.split(r"####|\\boxed\{", text), re.split(r"[.!?]\s|\n", text)[0]
-    if len(marked) > 1:
-        found = re.findall(NUMBER, marked[-1])[:1]
-    elif first == text or re.fullmatch(rf"\W*?{NUMBER}\W*[^\W\d]*\W*", first):
-        found = re.findall(NUMBER, first.split("answer is")[-1])[:1]
-    else:
-        found = re.findall(NUMBER, text)[-1:]
-    return float(found != [] and Fraction(found[0]) == Fraction(plain(answer)))
+    """1 for the very answer and a stop, else 0; --reward FILE.py replaces this."""
+    return float(stopped and completion == row["answer"])
 
-@functools.cache
+@cache
 def reward_of(path):
     """The function that --reward names; what is wrong in its file is shown with its traceback."""
     found = runpy.run_path(path) if path else globals()
@@ -643,8 +578,7 @@ def grade(rollout, rows, stop_ids, tokenizer, cfg):
     y, graded = rollout.tokens[:, -rollout.mask.shape[1] :], []
     stops = (torch.isin(y, stop_ids) & rollout.mask).any(1).tolist()
     for row, ids, n, stopped in zip(rows, y.tolist(), rollout.mask.sum(1).tolist(), stops):
-        kept = ids[: max(0, n - stopped)]
-        text = tokenizer.decode(kept, skip_special_tokens=not row.get("exact"))
+        text = tokenizer.decode(ids[: max(0, n - stopped)], skip_special_tokens=bool(cfg.model))
         score = float(reward_of(cfg.reward)(text, row, stopped))
         graded.append(dict(prompt=row["prompt"], answer=row["answer"], completion=text,
                            stopped=stopped, reward=score))
@@ -680,28 +614,21 @@ def read_data(path):
     return rows
 
 def load_data(cfg, tokenizer, model):
-    """(training rows, held-out rows); a row holds prompt, answer and the prompt's token ids.
-    ValueError: a prompt that `model` cannot read, or too few rows."""
-    g = torch.Generator().manual_seed(0)
+    """(training rows, held-out rows), with each prompt's `ids`. ValueError: one cannot be read."""
     if cfg.data:
         rows, source = read_data(cfg.data), f"--data {cfg.data}"
-    elif cfg.model:  # every sum below 20 + 20, in a fixed order
-        pairs = [divmod(i, 20) for i in torch.randperm(400, generator=g).tolist()]
-        text, source = "What is {} + {}? The answer is", "the sums"
-        rows = [dict(prompt=text.format(a, b), answer=str(a + b)) for a, b in pairs]
     else:  # digits to sort; of a few digits there are fewer strings than are drawn
+        g, source = torch.Generator().manual_seed(0), f"--digits {cfg.digits}"
         drawn = torch.randint(10, (5_000, cfg.digits), generator=g).tolist()
-        texts, source = dict.fromkeys("".join(map(str, x)) for x in drawn), f"--digits {cfg.digits}"
-        rows = [dict(prompt=x + "=", answer="".join(sorted(x)), exact=True) for x in texts]
+        texts = dict.fromkeys("".join(map(str, x)) for x in drawn)
+        rows = [dict(prompt=x + "=", answer="".join(sorted(x))) for x in texts]
     held = min(cfg.eval_rows, max(1, len(rows) // 5))
     room, vocab = context(model) - cfg.max_new_tokens, len(model.get_input_embeddings().weight)
     for row in rows:
-        asked, wrong = row["prompt"], None
-        if isinstance(asked, list):
-            chat = dict(add_generation_prompt=True, return_dict=False)
-            ids = tokenizer.apply_chat_template(asked, **chat)
-        else:
-            ids = tokenizer(asked)["input_ids"]
+        chat, text, wrong = isinstance(row["prompt"], list), row["prompt"], None
+        if chat:
+            text = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
+        ids = row["ids"] = tokenizer.encode(text, add_special_tokens=not chat)
         if not ids or max(ids) >= vocab or (not cfg.model and tokenizer.pad_token_id in ids):
             wrong = "is empty, or holds what the model has no token for"
         elif len(ids) > room:
@@ -709,8 +636,7 @@ def load_data(cfg, tokenizer, model):
         elif ids[-1] in stop_tokens(model):
             wrong = "ends in a stop token; have its tokenizer add none (add_eos_token: false)"
         if wrong:
-            raise ValueError(f"{source}: the prompt {str(asked)[:40]!r} {wrong}")
-        row["ids"] = ids
+            raise ValueError(f"{source}: the prompt {str(row['prompt'])[:40]!r} {wrong}")
     if any(row["ids"][:2] == [tokenizer.bos_token_id] * 2 for row in rows):
         print(f"{source}: prompts begin with {tokenizer.bos_token!r} twice, as text and as added")
     if len(rows) - held < cfg.prompts:
@@ -723,8 +649,7 @@ def tiny_base(steps=90, width=64, layers=3, digits=16, seed=0):
     if folder.exists():
         return folder
     ids = {c: i for i, c in enumerate([*"0123456789+=", "<pad>", "<eos>"])}  # a digit is its id
-    raw = Tokenizer(models.WordLevel(ids, "<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    raw = Tokenizer(models.BPE(ids, [], unk_token="<pad>"))  # no merges: a character a token
     raw.decoder = decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
@@ -745,19 +670,13 @@ def tiny_base(steps=90, width=64, layers=3, digits=16, seed=0):
         torch.nn.functional.cross_entropy(logits.mT, tokens[:, digits + 1 :]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    folder.parent.mkdir(exist_ok=True)
     if not folder.exists():  # another process may have been faster, with the same weights
-        write(folder, lambda new: save_model(model, tokenizer, new))
+        write(folder, model.save_pretrained, tokenizer.save_pretrained)
     return folder
-
-def save_model(model, tokenizer, folder):
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 def load_model(path, dtype, device, option="--model"):
     """(model, tokenizer) of a Hugging Face causal LM, dropout off. ValueError, naming `option`, if
-    it cannot be had whole: pickled or missing weights, code of its own, no tokenizer, no stop.
-    Padding of its vocabulary is cut off: no policy has mass on a token that does not exist."""
+    it cannot be had whole: pickled or missing weights, code of its own, no tokenizer, no stop."""
     try:
         if find_adapter_config_file(path):
             raise ValueError("it holds an adapter; merge that into its base and save the whole")
@@ -773,7 +692,7 @@ def load_model(path, dtype, device, option="--model"):
             raise ValueError("no stop token: name its eos_token_id in generation_config.json")
     except Exception as e:  # many kinds, from as many libraries
         raise ValueError(f"{option} {path}: no causal LM can be loaded: {str(e)[:300]}") from None
-    real = max(tokenizer.get_vocab().values()) + 1
+    real = max(tokenizer.get_vocab().values()) + 1  # no mass on tokens that do not exist
     if real < len(model.get_output_embeddings().weight):
         model.resize_token_embeddings(real)
     return model.to(device).eval(), tokenizer
@@ -826,14 +745,12 @@ def parse(config, argv, description):
             raise ValueError(f"--resume {cfg.resume}: is of another script or version of it")
         del stored["versions"]
         cfg = tyro.cli(config, default=config(**stored), **how)
-    real = cfg.model or getattr(cfg, "student", None)
-    if not real and "OMP_NUM_THREADS" not in os.environ:
+    if not (cfg.model or getattr(cfg, "student", None) or "OMP_NUM_THREADS" in os.environ):
         torch.set_num_threads(1)  # two are little faster on the tiny model, and wait when busy
     return cfg
 
 def command(main):
-    """`main(argv)` ends in an exit status; what ends it early is one line on standard error: 2 for
-    bad input, a full disk or too little memory, 130 for Ctrl-C."""
+    """`main(argv)` ends in an exit status: 2, and one line, for bad input or a full disk."""
     def run(argv=None):
         try:
             return main(argv) or 0

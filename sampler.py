@@ -18,6 +18,7 @@ head).  [3] How much mismatch can OPD tolerate, arXiv 2611.11450 (one scale for 
 """
 
 import copy
+import functools
 import math
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import signal
 import tempfile
 import threading
 import time
+import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -669,6 +671,11 @@ class DelayedSampler:
 
 def snapshot(model):
     return parameters_to_vector(model.parameters()).detach().cpu()
+
+def checksum(*models):
+    """Of all weights: whether a run or a recipe goes on with the model that it began with."""
+    bits = (snapshot(m).view(torch.uint8).numpy() for m in models if m)
+    return functools.reduce(lambda crc, x: zlib.crc32(x, crc), bits, 0)
 
 def sample_with(entry, request, sampler=None):
     """(rollout in CPU memory, KV scales, seconds) with the weights of an entry of the queue."""

@@ -1,11 +1,13 @@
 """What the logs of experiments.py show: tables, printed, and the figures of notebooks/figures/.
 
-    python notebooks/report.py
+    python notebooks/report.py                          # the experiments
+    python notebooks/report.py runs/dlc-dlc-1 RUN ...   # curves.png of runs of one's own
 
 Cells whose runs are missing say "not run"; a figure is drawn from the present task's logs, else
 from those of the sums. tests/fill_tables.py writes the tables into RESULTS.md.
 """
 
+import json
 import sys
 from itertools import product
 from pathlib import Path
@@ -219,7 +221,30 @@ def figures():
             except (FileNotFoundError, StatisticsError):
                 plt.close("all")
 
+def curves(folders):
+    """Runs of one's own beside each other: reward, with the held-out accuracies as stars; the
+    discrepancy, dashed, and the lag, whose curve is broken at a sync, where it is 0; the ESS."""
+    fig, axes = plt.subplots(3, figsize=(7, 7), sharex=True, layout="constrained")
+    for i, folder in enumerate(folders):
+        steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").open()]
+        at = {key: [r[key] or float("nan") for r in steps]
+              for key in ("reward", "discrepancy", "lag", "ess")}
+        marks = {0: steps[0]["accuracy_base"]}
+        marks |= {r["step"] + 1: r["accuracy"] for r in steps if "accuracy" in r}
+        axes[0].plot(marks.keys(), marks.values(), f"C{i}*")
+        axes[0].plot(at["reward"], f"C{i}", label=f"{folder}, {steps[-1]['syncs']} syncs")
+        axes[1].plot(at["discrepancy"], f"C{i}--")
+        axes[1].plot(at["lag"], f"C{i}")
+        axes[2].plot(at["ess"], f"C{i}")
+    axes[0].set(ylabel="reward; *: accuracy, held out")
+    axes[1].set(ylabel="KL, nats a token; --: discrepancy", yscale="log")
+    axes[2].set(ylabel="ESS / B", ylim=(0, 1.05), xlabel="step")
+    axes[0].legend(fontsize=8)
+    fig.savefig("curves.png", dpi=130)
+
 def main():
+    if sys.argv[1:]:
+        return curves(sys.argv[1:])
     for begins, cells in [*grid_table(), *centring_table()]:
         print(" | ".join([begins, *cells]))
     print("share of drift at T = 2 ... 7:", ", ".join(f"{x:.0%}" for x in drift_shares()))

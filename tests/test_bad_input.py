@@ -124,12 +124,13 @@ def models():
     gemma = hf.Gemma2ForCausalLM(hf.Gemma2Config(
         **sizes, num_key_value_heads=1, head_dim=32, final_logit_softcapping=0.5, eos_token_id=13))
     for name, other in dict(bert=bert, t5=t5, gemma=gemma).items():
-        dlc.save_model(other, odd, name)
+        dlc.write(Path(name), other.save_pretrained, odd.save_pretrained)
     Path("bare").mkdir(), Path("file").write_text("a file")
     # These are unusual and good: a padded vocabulary, an untied head, neither pad token nor pad id.
     grown = hf.AutoModelForCausalLM.from_pretrained("base")
     grown.resize_token_embeddings(32)
-    dlc.save_model(grown, hf.AutoTokenizer.from_pretrained("base"), "padded")
+    again = hf.AutoTokenizer.from_pretrained("base")
+    dlc.write(Path("padded"), grown.save_pretrained, again.save_pretrained)
     model("untied", config=dict(tie_word_embeddings=False),
           tensors=lambda x: x.update({"lm_head.weight": x[embedding].clone()}))
     settings = json.loads(Path("base/tokenizer_config.json").read_text())
@@ -211,7 +212,7 @@ dlc: --seed -1 | --seed -1 0 or more
 dlc: --lag 2 --sync-every 0 | --lag 2 sync
 dlc: --sync-every 1.5 | --sync-every 1.5 int
 dlc: --sync-ess 2 | --sync-ess 2.0 from 0 to 1
-dlc: --sync-ess nan | --sync-ess nan from 0 to 1
+dlc: --sync-ess nan | --sync-ess nan 0 or more
 dlc: --lag -1 | --lag -1 0 or more
 dlc: --lag 0 --async | --lag 0 --async 1 or more
 dlc: --async --sampler vllm | --async --sampler torch

@@ -342,6 +342,7 @@ def test_ess(B, T, seed, magnitude, shift):
 
 
 def test_reward():
+    number = dlc.reward_of(str(Path(dlc.__file__).parent / "notebooks" / "number_reward.py"))
     for text, answer, want in (
         (" 19.", "19", 1), (" 12 + 7 = 19", "19", 0), ("It is 1,234 or 5", "1234", 1),
         ("1234", "1,234", 1), ("-5 degrees", "-5", 1), ("5", "-5", 0), (" 2.50", "2.5", 1),
@@ -350,13 +351,12 @@ def test_reward():
         (" Paris\n", "Paris", 1), ("Paris, France", "Paris", 0), ("7 is right", "7 is right", 1),
     ):  # fmt: skip
         for stopped in (True, False):
-            assert dlc.reward(text, dict(answer=answer), stopped) == want, (text, answer)
-    for text, stopped, want in (  # exact: no number is read from it, nothing is stripped
+            assert number(text, dict(answer=answer), stopped) == want, (text, answer)
+    for text, stopped, want in (  # of the tiny model: no number is read, nothing is stripped
         ("0012", True, 1), ("0012", False, 0), ("001", True, 0), ("00123", True, 0),
         ("12", True, 0), (" 0012", True, 0), ("0012\n", True, 0), ("", True, 0)):
-        row = dict(answer="0012", exact=True)
-        assert dlc.reward(text, row, stopped) == want, (text, stopped)
-    assert dlc.reward("12", dict(answer="0012", exact=False), False) == 1
+        assert dlc.reward(text, dict(answer="0012"), stopped) == want, (text, stopped)
+    assert number("12", dict(answer="0012"), False) == 1
 
 
 # ---- the loop, on the tiny model; the weights that a step trained and drew from are copied aside
@@ -395,7 +395,6 @@ def tiny(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dlc, "tiny_base", lambda **_: base)
     monkeypatch.setattr(dlc, "accuracy", lambda *_: (0.0, []))
-    monkeypatch.setattr(dlc, "figure", lambda rows, path, _: path.touch())
     monkeypatch.setattr(dlc, "token_logps", spy_score)
     monkeypatch.setattr(dlc.TorchSampler, "_finish", spy_finish)
     tiny.run = run
@@ -549,7 +548,6 @@ def test_the_tiny_run_learns_and_leaves_its_files(made_base, tmp_path, monkeypat
     told = {"prompt", "answer", "completion", "stopped", "reward"}
     assert all({*r["sample"]} == told for r in logged)
     assert json.loads((folder / "config.json").read_text())["lr"] == 1e-4
-    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -81,10 +81,10 @@ def test_ctrl_c_says_how_to_go_on(here, script):
 
 
 @pytest.mark.parametrize("moment, words", [
-    ("accuracy", "stopped"), ("save_model", "stopped; go on with --resume run")])
+    ("accuracy", "stopped"), ("write", "stopped; go on with --resume run")])
 def test_before_the_first_step_and_after_the_last(here, monkeypatch, moment, words):
     real, calls = getattr(dlc, moment), iter(range(99))
-    first = dict(accuracy=0, save_model=1)[moment]  # a model is saved before the first step, too
+    first = dict(accuracy=0, write=3)[moment]  # options, model; after the last step state, model
 
     def stuck(*args):
         if next(calls) == first:

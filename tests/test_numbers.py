@@ -29,7 +29,6 @@ def script(request, bases, tmp_path, monkeypatch):
     spoils a batch."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dlc, "accuracy", lambda *_: (0.0, []))
-    monkeypatch.setattr(dlc, "figure", lambda rows, path, _: path.touch())
     monkeypatch.setattr(dlc, "tiny_base", lambda **_: bases[0])
     monkeypatch.setattr(opd, "tiny_base", lambda steps=0, **_: bases[bool(steps)])
     finish, module = dlc.TorchSampler._finish, dict(dlc=dlc, opd=opd)[request.param]

@@ -141,7 +141,7 @@ def pair(tmp_path_factory):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.6 * p.std() * torch.randn(p.shape, generator=g)) if p.dim() > 1 else None
-    dlc.save_model(model, tokenizer, root / "teacher")
+    dlc.write(Path(root / "teacher"), model.save_pretrained, tokenizer.save_pretrained)
     return student, root / "teacher"
 
 
@@ -436,7 +436,7 @@ def test_capacity_is_1_93x_with_one_of_28_layers_kept(pair, capsys, tmp_path):
         vocab_size=14, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, eos_token_id=13))
     tokenizer = transformers.AutoTokenizer.from_pretrained(pair[0])
-    dlc.save_model(llama, tokenizer, tmp_path)
+    dlc.write(Path(tmp_path), llama.save_pretrained, tokenizer.save_pretrained)
     byte = 3 * 2 * 2 * 32  # a token in FP8; room for 1000, less the scales
     cfg = opd.Config(capacity=1000 * byte / 2**30, student=str(tmp_path))
     cfg = dataclasses.replace(cfg, keep_bf16="model.layers.0.kv")
@@ -475,7 +475,7 @@ def padded(folder, to, size):
     model.resize_token_embeddings(size)
     with torch.no_grad():
         model.get_input_embeddings().weight[14:] = 0
-    dlc.save_model(model, tokenizer, to)
+    dlc.write(Path(to), model.save_pretrained, tokenizer.save_pretrained)
     return str(to)
 
 

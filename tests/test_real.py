@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import dlc
 import opd
 import sampler as S
 
+reward = dlc.reward_of(str(Path(dlc.__file__).parent / "notebooks" / "number_reward.py"))
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 11, [11, 12]]  # two equal, one longer than a window
 SPECIAL = ["<pad>", "<s>", "</s>", "<end>", "<user>", "<tool>"]
 CHARACTERS = " 0123456789+-=.,?#abcdefghijklmnopqrstuvwxyz\n"
@@ -166,7 +168,7 @@ def test_a_model_that_cannot_be_saved_is_refused_before_any_step(tmp_path):
 
 
 def test_what_a_run_leaves_is_there_from_the_start_on(tmp_path, monkeypatch):
-    """A crash in the first step leaves a model that loads, with its tokenizer, and a figure."""
+    """A crash in the first step leaves a model that loads, with its tokenizer."""
     def crash(*args, **kwargs):
         raise RuntimeError("crash")
 
@@ -175,7 +177,6 @@ def test_what_a_run_leaves_is_there_from_the_start_on(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="crash"):
         dlc.train(config(saved(tmp_path / "m", model), tmp_path))
     again, tok = dlc.load_model(str(out / "model"), "float32", "cpu")
-    assert (out / "curves.png").stat().st_size > 1000
     assert tok("1+2")["input_ids"] == tokenizer()("1+2")["input_ids"]
     ours = model.get_input_embeddings().weight[: len(VOCABULARY)]
     assert torch.equal(again.get_input_embeddings().weight[: len(VOCABULARY)], ours)
@@ -327,9 +328,9 @@ I don't know | 18
 def test_the_number_that_a_response_answers_with(line, right):
     said, answer = line.replace("\\\\", "\\").rsplit(" | ", 1)
     said = said.replace("\\n", "\n")
-    assert dlc.reward(said, dict(answer=answer), True) == right
+    assert reward(said, dict(answer=answer), True) == right
     solution = f"Some steps, 1 + 1 = 2, then more.\n#### {answer}"  # as GSM8K writes it
-    assert dlc.reward(said, dict(answer=solution), True) == right
+    assert reward(said, dict(answer=solution), True) == right
 
 
 def test_gsm8ks_own_rows_are_read_and_their_solutions_earn_1(tmp_path):
@@ -341,15 +342,15 @@ def test_gsm8ks_own_rows_are_read_and_their_solutions_earn_1(tmp_path):
     assert len(train) + len(held) == 20 and all(r["level"] == "easy" for r in train)
     assert held[0]["prompt"] == "what is 0?"
     assert held[0]["ids"] == tokenizer()("what is 0?")["input_ids"]
-    assert all(dlc.reward(solution, r, True) == 1 for r in train)
+    assert all(reward(solution, r, True) == 1 for r in train)
 
 
 def test_a_number_is_an_answer(tmp_path):
     rows = [dict(prompt=f"{i}=", answer=i) for i in range(8)] + [dict(prompt="1=", answer=2.5)] * 2
     folder = saved(tmp_path / "m", tiny(), rows=rows)
     train, _ = dlc.load_data(config(folder, tmp_path), tokenizer(), tiny())
-    assert dlc.reward("2", train[0], True) == 1
-    assert dlc.reward("2.50", train[-1], True) == 1
+    assert reward("2", train[0], True) == 1
+    assert reward("2.50", train[-1], True) == 1
 
 
 def test_a_special_token_that_is_no_stop_does_not_spoil_an_answer(tmp_path):

@@ -1,5 +1,5 @@
-"""The default task, digits to sort, and what replaces it: --digits, --reward FILE.py, "exact" rows
-of one's own. A docstring says what a failure would mean."""
+"""The default task, digits to sort, and what replaces it: --digits, --reward FILE.py, the reward
+of a real model. A docstring says what a failure would mean."""
 
 import json
 import shlex
@@ -46,7 +46,7 @@ def test_every_prompt_is_there_once(here, digits, count, held_out):
     assert len(set(prompts)) == len(prompts) >= count and len(held) >= held_out
     for row in trained_on + held:
         text = row["prompt"].removesuffix("=")
-        assert len(text) == digits and text.isdigit() and row["exact"] is True
+        assert len(text) == digits and text.isdigit()
         assert row["answer"] == "".join(sorted(text)) and len(row["ids"]) == digits + 1
     assert data(here, digits=digits, prompts=2) == (trained_on, held)  # the same in every run
 
@@ -85,57 +85,37 @@ def test_digits_that_leave_too_few_prompts(here, capsys):
     assert dlc.main(shlex.split(f"--digits 1 {SMALL}")) == 0
 
 
-# ---- The reward of a row with "exact".
+# ---- The reward, without --model and with it.
 
 
-def graded(base, row, tokens):
-    """The reward of a response, a text of the tiny base's tokens."""
+def graded(base, tokens, **how):
+    """The reward of a response to "321=", a text of the tiny base's tokens."""
     model, tokenizer = dlc.load_model(base, "float32", "cpu")
     y = torch.tensor([tokenizer.convert_tokens_to_ids(tokens.split())])
     rollout = Rollout(torch.cat([y[:, :1], y], 1), torch.tensor([1]), y > -1, *[None] * 6)
     stop = torch.tensor(tokenizer.convert_tokens_to_ids(["<eos>"]))
-    (found,) = dlc.grade(rollout, [row], stop, tokenizer, dlc.Config())
+    row, cfg = dict(prompt="321=", answer="123"), dlc.check(dlc.Config(device="cpu", **how))
+    (found,) = dlc.grade(rollout, [row], stop, tokenizer, cfg)
     return found["reward"]
 
 
-@pytest.mark.parametrize("tokens, exact, plain", [
+@pytest.mark.parametrize("tokens, exact, number", [
     ("1 2 3 <eos>", 1, 1),
     ("1 2 3", 0, 1),  # it goes on
     ("1 <pad> 2 3 <eos>", 0, 1), ("<pad> 1 2 3 <eos>", 0, 1), ("1 2 3 <pad> <eos>", 0, 1),
     ("1 2 <eos>", 0, 0), ("1 2 3 4 <eos>", 0, 0), ("0 1 2 3 <eos>", 0, 1), ("<eos>", 0, 0)])
-def test_an_exact_row_sees_every_token(here, tokens, exact, plain):
+def test_the_tiny_models_reward_sees_every_token(here, tokens, exact, number):
     """A special token that decoding leaves out would make a wrong answer right: the policy would
-    learn to write it."""
-    row = dict(prompt="321=", answer="123")
-    assert graded(here, row, tokens) == plain
-    assert graded(here, row | dict(exact=False), tokens) == plain
-    assert graded(here, row | dict(exact=True), tokens) == exact
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_exact_rows_of_ones_own(here, exact, monkeypatch):
-    """The key is read from the file, with --model as without."""
-    seen, reward = [], dlc.reward
-
-    def spy(completion, row, stopped):
-        seen.append((row.get("exact"), reward(completion, row, stopped)))
-        return reward(completion + " ", row, stopped)  # what only exact rows mind
-
-    monkeypatch.setattr(dlc, "reward_of", lambda _: spy)
-    lines = [json.dumps(dict(prompt=f"{i}{j}=", answer=min(f"{i}{j}", f"{j}{i}"), exact=exact))
-             for i in range(5) for j in range(5)]
-    Path("my.jsonl").write_text("\n".join(lines))
-    assert dlc.main(shlex.split(f"--data my.jsonl --model {here} {SMALL}")) == 0
-    assert {x for x, _ in seen} == {exact}
-    got = [r["sample"]["reward"] for r in rows()] + [x["reward"] for x in rows()[-1]["held_out"]]
-    assert not any(got) if exact else set(got) <= {0, 1}
+    learn to write it. A real model's reward reads the number."""
+    assert graded(here, tokens) == exact
+    assert graded(here, tokens, model=str(here)) == number
 
 
 # ---- --reward FILE.py
 
 
 REWARDS = dict(  # name -> the file's text
-    half="def reward(completion, row, stopped):\n    return 0.5 * (row['exact'] and stopped)",
+    half="def reward(completion, row, stopped):\n    return 0.5 * (row['answer'] > '' and stopped)",
     boolean="def reward(completion, row, stopped):\n    return len(completion) % 2 == 1",
     whole="def reward(completion, row, stopped):\n    return len(completion) % 2",
     imports="import math\nONE = math.cos(0)\n\ndef reward(completion, row, stopped):\n"
