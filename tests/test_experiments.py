@@ -4,10 +4,12 @@ import copy
 import inspect
 import json
 import re
+from pathlib import Path
 
 import fill_tables
 import torch
 from fill_tables import ROOT, experiments, report
+from matplotlib.axes import Axes
 
 README = (ROOT / "README.md").read_text()
 
@@ -36,6 +38,26 @@ def test_readme_is_true_of_the_files():
     for name, line in re.findall(r"\[`(\w+)`\]\(dlc\.py#L(\d+)\)", README):
         at = (ROOT / "dlc.py").read_text().splitlines()[int(line) - 1]
         assert at.startswith("def " + ("importance" if name == "is" else name) + "("), name
+
+
+def test_curves_of_ones_own_runs(tmp_path, monkeypatch):
+    """One picture of two runs; where the lag is 0, at a sync, there is a gap and no plunge."""
+    monkeypatch.chdir(tmp_path)
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda ax, *a, **k: drawn.append(a) or plot(ax, *a, **k))
+    for name, lags in dict(one=[0, 0.1, 0.2], two=[0, 0.3, 0]).items():
+        rows = [dict(step=i, reward=0.5, discrepancy=0.01, lag=x, ess=1 - x, syncs=i,
+                     accuracy_base=0.2) for i, x in enumerate(lags)]
+        rows[-1]["accuracy"] = 0.7
+        (tmp_path / name).mkdir()
+        log = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(log)
+    report.curves(["one", "two"])
+    assert Path("curves.png").read_bytes()[:4] == b"\x89PNG"
+    found = [[str(x) for x in a[0]] for a in drawn if isinstance(a[0], list)]
+    assert ["nan", "0.1", "0.2"] in found and ["nan", "0.3", "nan"] in found
+    marks = [dict(zip(*a[:2])) for a in drawn if not isinstance(a[0], list)]
+    assert marks == [{0: 0.2, 3: 0.7}] * 2
 
 
 def test_the_readme_s_loop_learns(made_base, tmp_path, monkeypatch):
