@@ -862,7 +862,7 @@ def verdict(claim):
         except (FileNotFoundError, StatisticsError):  # too few values
             continue
         word = f"partly ({good} of {total})" if good else "not reproduced"
-        word = "reproduced" if good == total else "not shown" if good is None else word
+        word = {None: "not shown", total: "reproduced"}.get(good, word)
         if claim in IDENTITIES:
             word = "test passes" if good == total else f"test FAILS ({good} of {total})"
         return word + ", on the sums" * (of == SUMS and claim not in IDENTITIES), lines

@@ -55,7 +55,7 @@ def centring_table():
             gap = fmean(fmean(x["discrepancy"]) for x in at(centred, "curves"))
             apart = {k: less(at(centred, k), at(plain, k)) for k in KEYS[:2]}
             pays = [(low(x) > 0) - (high(x) < 0) for x in apart.values()]
-            words = ["pays" if x > 0 else "costs" if x else "no difference shown" for x in pays]
+            words = [("no difference shown", "pays", "costs")[x] for x in pays]  # costs: -1
             return [f"{gap:.3f}", *(f"{c} {pm(at(c, 'sampled'))}" for c in (centred, plain)),
                     *(f"{pm(x, sign='+')}, {w}" for x, w in zip(apart.values(), words))]
 
