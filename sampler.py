@@ -246,6 +246,8 @@ def response_hidden(model, rollout):
     first = read(prompts[:, 1:], attention_mask=attention[:, :P], position_ids=position[:, :P])
     hidden = first.last_hidden_state[:, -1:][group]  # (B, 1, D)
     if T > 1:
+        if not cache.get_seq_length():  # a response would be read without its prompt
+            raise ValueError("the model keeps no KV cache: switch gradient checkpointing off")
         cache.batch_select_indices(group)
         attention, position = attention[group], position[group, P:]
         rest = read(inputs[:, P:], attention_mask=attention, position_ids=position)

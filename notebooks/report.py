@@ -209,10 +209,23 @@ def overlap_figure(of):
                 ylabel="steps a second", ylim=(0, 45))
     save(fig, "overlap.png")
 
+def smollm2_figure(of):
+    """SmolLM2-135M on its sums, never synced: RESULTS.md has the command that logged it."""
+    steps, styles = [r for r in rows("smollm2_gaps") if not of], dict(tis="C0-", dlc="C1--")
+    fig, axes = plt.subplots(1, 3, sharex=True, figsize=(11, 3.5), layout="constrained")
+    for (c, style), seed in product(styles.items(), (0, 1)):
+        mine = [r for r in steps if (r["correction"], r["seed"]) == (c, seed)]
+        for ax, key in zip(axes, ("discrepancy", "lag", "ess")):
+            ax.plot([r[key] for r in mine], style, label=f"{c}, seed {seed}")
+    for ax, told in zip(axes, ("discrepancy, nats a token", "lag, nats a token", "ESS / B")):
+        ax.set(title=told, xlabel="step", ylim=(0, None))
+    axes[0].legend(fontsize=8)
+    save(fig, "smollm2.png")
+
 def figures():
     """Each from the present task's logs, else from those of the sums."""
     for draw in (compare_figure, gaps_figure, resync_figure, budget_figure, layers_figure,
-                 overlap_figure):
+                 overlap_figure, smollm2_figure):
         for of in ("", SUMS):
             try:
                 draw(of)

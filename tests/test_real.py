@@ -282,6 +282,18 @@ def test_a_teacher_that_stops_with_another_id_does_not_unlearn_the_stop(loss, tm
     assert loss == "sampled" or max(r["teacher_kl"] for r in rows) < 0.1
 
 
+def test_gradient_checkpointing_which_drops_the_cache_is_refused():
+    """Without its keys and values a response would be scored as if it had no prompt."""
+    q = S.TorchSampler(model := tiny(), "none", "none")
+    rollout = q.sample(PROMPTS, 4, seed=0)
+    good = S.token_logps(model, rollout)
+    torch.testing.assert_close(good, rollout.logq, atol=1e-5, rtol=0)
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(S.token_logps(model.eval(), rollout), good)  # in training alone
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        S.token_logps(model.train(), rollout)
+
+
 # --------------------------------------------------------------------------------------------------
 # A run without a signal looks healthy
 
