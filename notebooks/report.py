@@ -254,14 +254,16 @@ def curves(folders):
     axes[2].set(ylabel="ESS / B", ylim=(0, 1.05), xlabel="step")
     axes[0].legend(fontsize=8)
     fig.savefig("curves.png", dpi=130)
+    print("curves.png:", *folders)
 
-def main():
-    if sys.argv[1:]:
-        return curves(sys.argv[1:])
+@dlc.command
+def main(argv=None):
+    if folders := sys.argv[1:] if argv is None else argv:
+        return curves(folders)
     for begins, cells in [*grid_table(), *centring_table()]:
         print(" | ".join([begins, *cells]))
     print("share of drift at T = 2 ... 7:", ", ".join(f"{x:.0%}" for x in drift_shares()))
     figures()
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

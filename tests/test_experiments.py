@@ -40,7 +40,7 @@ def test_readme_is_true_of_the_files():
         assert at.startswith("def " + ("importance" if name == "is" else name) + "("), name
 
 
-def test_curves_of_ones_own_runs(tmp_path, monkeypatch):
+def test_curves_of_ones_own_runs(tmp_path, monkeypatch, capsys):
     """One picture of two runs; where the lag is 0, at a sync, there is a gap and no plunge."""
     monkeypatch.chdir(tmp_path)
     drawn, plot = [], Axes.plot
@@ -52,12 +52,13 @@ def test_curves_of_ones_own_runs(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         log = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name / "metrics.jsonl").write_text(log)
-    report.curves(["one", "two"])
+    assert report.main(["one", "two"]) == 0
     assert Path("curves.png").read_bytes()[:4] == b"\x89PNG"
     found = [[str(x) for x in a[0]] for a in drawn if isinstance(a[0], list)]
     assert ["nan", "0.1", "0.2"] in found and ["nan", "0.3", "nan"] in found
     marks = [dict(zip(*a[:2])) for a in drawn if not isinstance(a[0], list)]
     assert marks == [{0: 0.2, 3: 0.7}] * 2
+    assert report.main(["none"]) == 2 and "none/metrics.jsonl" in capsys.readouterr().err
 
 
 def test_the_readme_s_loop_learns(made_base, tmp_path, monkeypatch):
