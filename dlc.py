@@ -264,7 +264,7 @@ class Config:  # a field is an option, and the comment beside it is its help
     sync_every: int | None = None  # sync the sampler after N steps (0: never)
     sync_ess: float | None = None  # ... when ESS/B < F (0: never; default, with no other rule: 0.5)
     lag: int | None = None  # a sync arrives D steps late; with no rule beside it, a sync each step
-    async_: Annotated[bool, tyro.conf.arg(name="async")] = False  # sample in a process, --lag 1
+    async_: Annotated[bool, tyro.conf.arg(name="async")] = False  # in another process, --lag 1
     ess_level: Literal["sequence", "token"] = "sequence"  # what the ESS counts
     model: str | None = None  # Hugging Face causal LM, folder or name (default: a tiny one)
     base: str | None = None  # another tiny one, as tiny_base makes them
@@ -352,8 +352,8 @@ def train(cfg):
 
             # 5. Sync the sampler, if a rule says so; log, save, show.
             run.end_step(row, rollout, graded)
-            if alike == 5:
-                tqdm.write(f"5 steps: no group had two different rewards: {row['sample']}")
+            if alike == min(5, cfg.steps):  # too hard, or cut off by --max-new-tokens?
+                tqdm.write(f"{alike} steps: no group had two different rewards: {row['sample']}")
             if step % 10 == 0 or cfg.model:
                 tqdm.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} "
                            "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}"
@@ -769,7 +769,7 @@ def main(argv=None):
         return bias_tables()
     last = train(cfg)[-1]
     print("\ngreedy accuracy, held out       before   after")
-    for who, key in (("trainer's model, π", ""), ("its narrow copy, which samples", "_sampler")):
+    for who, key in (("trainer's model, π", ""), ("π in the sampler's format", "_sampler")):
         print(f"{who:30}{last[f'accuracy{key}_base']:7.3f} {last[f'accuracy{key}']:7.3f}")
     print(*last["held_out"], sep="\n")
     shown = dict(correction=cfg.correction, steps=last["step"] + 1)

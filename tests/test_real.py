@@ -374,15 +374,16 @@ def test_a_special_token_that_is_no_stop_does_not_spoil_an_answer(tmp_path):
     assert dlc.grade(r, rows, stops, tokenizer(), cfg)[0]["reward"] == 1.0
 
 
-@pytest.mark.parametrize("answer, told", [("abc", 1), ("a", 0)])
-def test_a_run_in_which_no_group_differs_says_so_once(answer, told, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("answer, told, steps", [("abc", 1, 12), ("abc", 1, 2), ("a", 0, 12)])
+def test_a_run_in_which_no_group_differs_says_so_once(
+        answer, told, steps, tmp_path, capsys, monkeypatch):
     """With "a", some earn it: the reward is told to give 1 to every third response."""
     calls = itertools.count()
     third = lambda *_: float(answer == "a" and next(calls) % 3 == 0)
     monkeypatch.setattr(dlc, "reward_of", lambda _: third)
     rows = [dict(prompt=r["prompt"], answer=answer) for r in ROWS]
     folder = saved(tmp_path / "m", tiny(), rows=rows)
-    dlc.train(config(folder, tmp_path, steps=12, weights="none", kv="none"))
+    dlc.train(config(folder, tmp_path, steps=steps, weights="none", kv="none"))
     out = "".join(capsys.readouterr())
     assert out.count("no group had two different rewards") == told
     if told:
