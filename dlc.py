@@ -352,12 +352,12 @@ def train(cfg):
 
             # 5. Sync the sampler, if a rule says so; log, save, show.
             run.end_step(row, rollout, graded)
-            if alike == min(5, cfg.steps):  # too hard, or cut off by --max-new-tokens?
-                tqdm.write(f"{alike} steps: no group had two different rewards: {row['sample']}")
             if step % 10 == 0 or cfg.model:
                 tqdm.write("{step:5d} {version:7d} {reward:7.3f} {discrepancy:12.5f} {lag:8.5f} "
                            "{ess:6.3f} {clip_share:8.1%} {syncs:6d} {tokens_per_second:9.0f}"
                            .format(**row))
+            if alike == min(5, cfg.steps):  # too hard, or cut off by --max-new-tokens?
+                tqdm.write(f"{alike} steps: no group had two different rewards: {row['sample']}")
         return run.finish()
 
 def update(model, optimizer):
